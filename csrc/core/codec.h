@@ -9,10 +9,18 @@ namespace paged_attn {
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16, kFp8E4M3, kFp8E5M2 };
 
 // Storage types: distinct, so that templates can be chosen by them.
-struct Float16 { uint16_t bits; };
-struct BFloat16 { uint16_t bits; };
-struct Fp8E4M3 { uint8_t bits; };
-struct Fp8E5M2 { uint8_t bits; };
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Fp8E4M3 {
+  uint8_t bits;
+};
+struct Fp8E5M2 {
+  uint8_t bits;
+};
 
 PA_HD float bits_to_float(uint32_t bits) {
   float value;
@@ -35,8 +43,7 @@ struct SmallFloat {
   static constexpr uint32_t kMagnitudeMask = (1u << (ExponentBits + MantissaBits)) - 1;
   static constexpr uint32_t kNaN = kMagnitudeMask;
   // Largest finite magnitude code.
-  static constexpr uint32_t kMax =
-      kHasInfinity ? (uint32_t(kTopExponent) << MantissaBits) - 1 : kMagnitudeMask - 1;
+  static constexpr uint32_t kMax = kHasInfinity ? (uint32_t(kTopExponent) << MantissaBits) - 1 : kMagnitudeMask - 1;
 
   PA_HD static float decode(uint32_t code) {
     const uint32_t sign = ((code >> (ExponentBits + MantissaBits)) & 1u) << 31;
@@ -102,9 +109,13 @@ PA_HD float to_float(Fp8E5M2 v) { return E5M2::decode(v.bits); }
 template <typename T>
 PA_HD T from_float(float value);
 template <>
-PA_HD float from_float<float>(float value) { return value; }
+PA_HD float from_float<float>(float value) {
+  return value;
+}
 template <>
-PA_HD Float16 from_float<Float16>(float value) { return {uint16_t(Half::encode(value, false))}; }
+PA_HD Float16 from_float<Float16>(float value) {
+  return {uint16_t(Half::encode(value, false))};
+}
 template <>
 PA_HD BFloat16 from_float<BFloat16>(float value) {
   const uint32_t bits = float_to_bits(value);
@@ -112,8 +123,12 @@ PA_HD BFloat16 from_float<BFloat16>(float value) {
   return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 template <>
-PA_HD Fp8E4M3 from_float<Fp8E4M3>(float value) { return {uint8_t(E4M3::encode(value, true))}; }
+PA_HD Fp8E4M3 from_float<Fp8E4M3>(float value) {
+  return {uint8_t(E4M3::encode(value, true))};
+}
 template <>
-PA_HD Fp8E5M2 from_float<Fp8E5M2>(float value) { return {uint8_t(E5M2::encode(value, true))}; }
+PA_HD Fp8E5M2 from_float<Fp8E5M2>(float value) {
+  return {uint8_t(E5M2::encode(value, true))};
+}
 
 }  // namespace paged_attn

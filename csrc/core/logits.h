@@ -37,17 +37,16 @@ PA_HD bool sparse_visible(const BlockSparse& sparse, int64_t num_heads, int64_t 
   const int64_t key_block = key_position / sparse.block_size;
   if (key_block > query_block - sparse.local_blocks) return true;
   const int64_t kv_head = head / (num_heads / num_kv_heads);
-  const int64_t slide = sparse.head_sliding_step >= 0
-                            ? (sparse.tp_rank * num_heads + head) * sparse.head_sliding_step
-                            : (sparse.tp_rank * num_kv_heads + kv_head) * -sparse.head_sliding_step;
+  const int64_t slide = sparse.head_sliding_step >= 0 ? (sparse.tp_rank * num_heads + head) * sparse.head_sliding_step
+                                                      : (sparse.tp_rank * num_kv_heads + kv_head) * -sparse.head_sliding_step;
   return (key_block + slide + 1) % sparse.vert_stride == 0;
 }
 
 PA_HD bool is_visible(const AttentionParams& params, int64_t head, int64_t query_position, int64_t key_position) {
   const Range range = visible_range(params.logits, query_position);
   if (key_position < range.begin || key_position >= range.end) return false;
-  return !is_block_sparse(params.logits) || sparse_visible(params.logits.sparse, params.num_heads, params.num_kv_heads, head,
-                                                           query_position, key_position);
+  return !is_block_sparse(params.logits) ||
+         sparse_visible(params.logits.sparse, params.num_heads, params.num_kv_heads, head, query_position, key_position);
 }
 
 }  // namespace paged_attn

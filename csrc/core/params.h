@@ -1,5 +1,5 @@
-// What a kernel is told: pointers, named int64 strides, and the rules of one call. Plain data, no torch: filled by csrc/ops, read
-// by the CPU and GPU kernels alike. Another cache layout, or another operator, is another way to fill these structs.
+// What a kernel is told: pointers, named int64 strides, and the rules of one call. Plain data, no torch: filled by csrc/ops,
+// read by the CPU and GPU kernels alike. Another cache layout, or another operator, is another way to fill these structs.
 #pragma once
 
 #include "core/codec.h"
@@ -62,8 +62,8 @@ struct CacheScale {
   PA_HD float operator()(int64_t kv_head) const { return values ? values[kv_head * stride] : value; }
 };
 
-// Which keys a query sees beside the causal rule, as in vLLM 0.6.3's block-sparse v1/v2: key block b (of `block_size` tokens) is
-// seen when it is one of the last `local_blocks` up to the query's own, or when (b + offset(head)) % vert_stride == 0.
+// Which keys a query sees beside the causal rule, as in vLLM 0.6.3's block-sparse v1/v2: key block b (of `block_size` tokens)
+// is seen when it is one of the last `local_blocks` up to the query's own, or when (b + offset(head)) % vert_stride == 0.
 struct BlockSparse {
   int64_t vert_stride = 0;  // <= 1: off
   int64_t local_blocks = 0;
@@ -133,8 +133,8 @@ enum class Precision : int32_t {
 // The last query_start_loc[s + 1] - query_start_loc[s] tokens of each sequence are queries; the keys before them come from the
 // cache, theirs from `key` and `value`, which are stored unscaled and in the query's type.
 struct PrefixParams : AttentionParams {
-  TokenTensor key;    // [tokens, num_kv_heads, key_size]
-  TokenTensor value;  // [tokens, num_kv_heads, value_size]
+  TokenTensor key;             // [tokens, num_kv_heads, key_size]
+  TokenTensor value;           // [tokens, num_kv_heads, value_size]
   IndexArray query_start_loc;  // [num_seqs + 1]
   IndexArray context_lens;     // [num_seqs]
   Precision precision = Precision::kDefault;
@@ -150,7 +150,7 @@ struct MergeParams {
   TokenTensor suffix_out;
   const float* prefix_lse = nullptr;  // [num_heads, num_tokens]
   const float* suffix_lse = nullptr;
-  float* out_lse = nullptr;           // null: not wanted
+  float* out_lse = nullptr;  // null: not wanted
   int64_t prefix_lse_head_stride = 0, prefix_lse_token_stride = 1;
   int64_t suffix_lse_head_stride = 0, suffix_lse_token_stride = 1;
   int64_t out_lse_head_stride = 0, out_lse_token_stride = 1;

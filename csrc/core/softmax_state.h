@@ -1,7 +1,7 @@
-// The one algebra: the state of an online softmax over some set of keys is <m, l, o>, the running maximum of the logits, the sum of
-// exponentials relative to m, and the exponential-weighted sum of values. States over disjoint keys form a monoid under merge,
-// with identity <-inf, 0, 0>. Partitions, key tiles, sinks, partial results and ranks are all combined by the functions below.
-// (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, FlashAttention.)
+// The one algebra: the state of an online softmax over some set of keys is <m, l, o>, the running maximum of the logits, the
+// sum of exponentials relative to m, and the exponential-weighted sum of values. States over disjoint keys form a monoid under
+// merge, with identity <-inf, 0, 0>. Partitions, key tiles, sinks, partial results and ranks are all combined by the functions
+// below. (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, FlashAttention.)
 //
 // o is long and lives where its owner keeps it: merge returns the factors that its two addends have to be multiplied by.
 #pragma once

@@ -9,10 +9,10 @@
 
 namespace paged_attn::cpu {
 
-// dst block pairs[2i + 1] := src block pairs[2i], in order, for every i, all sources as they were before the call. `aliased`: src and dst
-// may share memory; then sources that a copy of this call overwrites are set aside first.
-inline void copy_block_pairs(const char* src, int64_t src_block_stride, char* dst, int64_t dst_block_stride, int64_t block_bytes,
-                             const int64_t* pairs, int64_t num_pairs, const std::vector<bool>& set_aside) {
+// dst block pairs[2i + 1] := src block pairs[2i], in order, for every i, all sources as they were before the call. `set_aside`:
+// per pair, whether its source may be overwritten by a copy of this call, and so is saved first.
+inline void copy_block_pairs(const char* src, int64_t src_block_stride, char* dst, int64_t dst_block_stride,
+                             int64_t block_bytes, const int64_t* pairs, int64_t num_pairs, const std::vector<bool>& set_aside) {
   std::vector<char> saved(size_t(std::count(set_aside.begin(), set_aside.end(), true)) * size_t(block_bytes));
   char* next = saved.data();
   for (int64_t i = 0; i < num_pairs; ++i) {

@@ -1,5 +1,5 @@
-// The boundary between csrc/ops, which knows torch, and the kernel libraries, which do not: one library per instruction set, each
-// exporting one function that returns this table.
+// The boundary between csrc/ops, which knows torch, and the kernel libraries, which do not: one library per instruction set,
+// each exporting one function that returns this table.
 #pragma once
 
 #include "core/params.h"

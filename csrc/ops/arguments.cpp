@@ -16,8 +16,7 @@ ElementType element_type(const char* op, const char* name, const at::Tensor& ten
     case at::kFloat: return ElementType::kFloat32;
     case at::kHalf: return ElementType::kFloat16;
     case at::kBFloat16: return ElementType::kBFloat16;
-    default:
-      PA_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), ", takes float32, float16 or bfloat16");
+    default: PA_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), ", takes float32, float16 or bfloat16");
   }
 }
 
@@ -25,7 +24,8 @@ void check_rank(const char* op, const char* name, const at::Tensor& tensor, int6
   PA_CHECK_VALUE(tensor.dim() == rank, name, " has shape ", tensor.sizes(), ", takes ", shape);
 }
 
-void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim, int64_t expected, const char* meaning) {
+void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim, int64_t expected,
+                const char* meaning) {
   PA_CHECK_VALUE(tensor.size(dim) == expected, name, " has shape ", tensor.sizes(), ", takes ", expected, " (", meaning,
                  ") in dimension ", dim);
 }
@@ -95,8 +95,8 @@ ElementType cache_type(const char* op, const std::string& kv_cache_dtype, Elemen
 
 bool is_fp8(ElementType type) { return type == ElementType::kFp8E4M3 || type == ElementType::kFp8E5M2; }
 
-void check_cache_type(const char* op, const char* name, const at::Tensor& cache, ElementType type, const std::string& kv_cache_dtype,
-                      const at::Tensor& query) {
+void check_cache_type(const char* op, const char* name, const at::Tensor& cache, ElementType type,
+                      const std::string& kv_cache_dtype, const at::Tensor& query) {
   const at::ScalarType expected = is_fp8(type) ? at::kByte : query.scalar_type();
   PA_CHECK_TYPE(cache.scalar_type() == expected, name, " has dtype ", cache.scalar_type(), ", takes ", expected,
                 " with kv_cache_dtype '", kv_cache_dtype, "'", is_fp8(type) ? " (view a float8 tensor as uint8)" : "");
@@ -105,8 +105,9 @@ void check_cache_type(const char* op, const char* name, const at::Tensor& cache,
 CacheTensor key_cache_tensor(const char* op, const at::Tensor& cache, ElementType type, int64_t head_size) {
   check_rank(op, "key_cache", cache, 5, "[blocks, KV heads, head size / x, block size, x]");
   const int64_t x = 16 / cache.element_size();
-  PA_CHECK_VALUE(head_size % x == 0, "head size ", head_size, " cannot be laid out in key_cache: it takes a multiple of x = ", x,
-                 ", 16 bytes of its ", cache.element_size(), "-byte elements");
+  PA_CHECK_VALUE(head_size % x == 0, "head size ", head_size,
+                 " cannot be laid out in key_cache: it takes a multiple of x = ", x, ", 16 bytes of its ", cache.element_size(),
+                 "-byte elements");
   check_size(op, "key_cache", cache, 4, x, "x, elements in 16 bytes");
   check_size(op, "key_cache", cache, 2, head_size / x, "head size / x");
   PA_CHECK_VALUE(cache.stride(4) == 1, "key_cache has strides ", cache.strides(), ", takes stride 1 in its last dimension");
@@ -123,7 +124,8 @@ CacheTensor value_cache_tensor(const char* op, const at::Tensor& cache, ElementT
   return {cache.data_ptr(), type, cache.size(0), cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3), 1};
 }
 
-// Scales belong to fp8 codes. A cache of the query's type stores values as they are, and its scales are not looked at, as in vLLM.
+// Scales belong to fp8 codes. A cache of the query's type stores values as they are, and its scales are not looked at, as in
+// vLLM.
 CacheScale cache_scale(const char* op, const char* name, double value, const char* tensor_name, const OptionalTensor& tensor,
                        int64_t num_kv_heads, ElementType type, const at::Tensor& reference, std::vector<at::Tensor>& owned) {
   CacheScale scale;
@@ -142,13 +144,14 @@ CacheScale cache_scale(const char* op, const char* name, double value, const cha
 // Everything that decode and prefix have in common: caches, tables, sizes.
 void fill_attention(const char* op, AttentionParams& params, std::vector<at::Tensor>& owned, const at::Tensor& out,
                     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
-                    const at::Tensor& block_tables, const at::Tensor& seq_lens, double scale, const OptionalTensor& alibi_slopes,
-                    const std::string& kv_cache_dtype, double k_scale, double v_scale, const OptionalTensor& k_scales,
-                    const OptionalTensor& v_scales) {
+                    const at::Tensor& block_tables, const at::Tensor& seq_lens, double scale,
+                    const OptionalTensor& alibi_slopes, const std::string& kv_cache_dtype, double k_scale, double v_scale,
+                    const OptionalTensor& k_scales, const OptionalTensor& v_scales) {
   params.query = token_tensor(op, "query", query);
   params.out = token_tensor(op, "out", out);
   check_same_type(op, "out", out, "query", query);
-  PA_CHECK_VALUE(out.sizes() == query.sizes(), "out has shape ", out.sizes(), ", takes ", query.sizes(), ", the shape of query");
+  PA_CHECK_VALUE(out.sizes() == query.sizes(), "out has shape ", out.sizes(), ", takes ", query.sizes(),
+                 ", the shape of query");
   check_writable(op, "out", out);
   params.num_heads = query.size(1);
   params.key_size = params.value_size = query.size(2);
@@ -375,8 +378,10 @@ Call<StoreParams> store_call(const char* op, const StoreArguments& a) {
   for (const auto& [name, tensor] : others) check_device(op, name, tensor, a.key);
   call.owned.push_back(a.slot_mapping.reshape({-1}).to(at::kLong).contiguous());
   params.slot_mapping = call.owned.back().const_data_ptr<int64_t>();
-  params.key_scale = cache_scale(op, "k_scale", a.k_scale, "k_scales", a.k_scales, params.num_kv_heads, type, a.key, call.owned);
-  params.value_scale = cache_scale(op, "v_scale", a.v_scale, "v_scales", a.v_scales, params.num_kv_heads, type, a.key, call.owned);
+  params.key_scale =
+      cache_scale(op, "k_scale", a.k_scale, "k_scales", a.k_scales, params.num_kv_heads, type, a.key, call.owned);
+  params.value_scale =
+      cache_scale(op, "v_scale", a.v_scale, "v_scales", a.v_scales, params.num_kv_heads, type, a.key, call.owned);
   return call;
 }
 
@@ -405,8 +410,13 @@ BlockCopy block_copy(const char* op, const char* src_name, const at::Tensor& src
                  ", takes a tensor whose elements do not share memory");
   const int64_t bytes = src.element_size();
   const int64_t block = src.size(0) > 0 ? src.numel() / src.size(0) : 0;
-  return {static_cast<const char*>(src.data_ptr()), static_cast<char*>(dst.data_ptr()), src.stride(0) * bytes,
-          dst.stride(0) * bytes, block * bytes, src.size(0), dst.size(0)};
+  return {static_cast<const char*>(src.data_ptr()),
+          static_cast<char*>(dst.data_ptr()),
+          src.stride(0) * bytes,
+          dst.stride(0) * bytes,
+          block * bytes,
+          src.size(0),
+          dst.size(0)};
 }
 
 at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping) {

@@ -1,5 +1,5 @@
-// From tensors to the kernels' parameter structs, with every check that needs no value from the device: the same for all backends.
-// A wrong argument is refused before anything is written, by a message that names it, what it got, and what it takes:
+// From tensors to the kernels' parameter structs, with every check that needs no value from the device: the same for all
+// backends. A wrong argument is refused before anything is written, by a message that names it, what it got, and what it takes:
 // ValueError for shapes and values, TypeError for types.
 #pragma once
 

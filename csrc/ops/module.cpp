@@ -34,7 +34,8 @@ pybind11::dict build_info() {
 
 std::vector<std::pair<int64_t, int64_t>> even_share_plan(int64_t num_items, int64_t num_workers) {
   if (num_items < 0) throw pybind11::value_error("even_share: num_items is " + std::to_string(num_items) + ", takes 0 or more");
-  if (num_workers < 1) throw pybind11::value_error("even_share: num_workers is " + std::to_string(num_workers) + ", takes 1 or more");
+  if (num_workers < 1)
+    throw pybind11::value_error("even_share: num_workers is " + std::to_string(num_workers) + ", takes 1 or more");
   std::vector<std::pair<int64_t, int64_t>> plan;
   for (int64_t worker = 0; worker < num_workers; ++worker) {
     const Range range = even_share(num_items, num_workers, worker);

@@ -1,5 +1,6 @@
-// Every operator schema, in one place. Names, order and defaults of v1 and v2 are vLLM 0.6.3's; what it does not have comes after, as
-// keywords. Everything returns (): an operator that returned its mutated argument could not be functionalised by torch.compile.
+// Every operator schema, in one place. Names, order and defaults of v1 and v2 are vLLM 0.6.3's; what it does not have comes
+// after, as keywords. Everything returns (): an operator that returned its mutated argument could not be functionalised by
+// torch.compile.
 
 #include <torch/library.h>
 

@@ -1,7 +1,7 @@
 // Decode: one query per sequence over its paged cache; v1 and v2 alike.
 //
-// Work item: (sequence, KV head, partition of 512 tokens), all query heads of the group. K and V are read once from memory, where they
-// lie; per partition
+// Work item: (sequence, KV head, partition of 512 tokens), all query heads of the group. K and V are read once from memory,
+// where they lie; per partition
 //   1. the chunks of 16 tokens that some head sees are listed, each with the place of its K and V;
 //   2. logits = q . k for a block of heads, chunk by chunk;
 //   3. logits -> probabilities relative to the partition's maximum m, and their sum l;
@@ -36,11 +36,11 @@ constexpr int64_t kPartitionsPerRound = 32;
 
 template <typename T>
 struct Chunk {
-  const T* key;              // x dims of 16 tokens at key + group * key_group_stride
-  const T* value;            // 16 tokens of dim d at value + d * value_dim_stride
+  const T* key;    // x dims of 16 tokens at key + group * key_group_stride
+  const T* value;  // 16 tokens of dim d at value + d * value_dim_stride
   int64_t key_group_stride;
   int64_t value_dim_stride;
-  int64_t position;          // of its first token
+  int64_t position;  // of its first token
 };
 
 // What one thread works with: carved from its scratch.
@@ -180,7 +180,8 @@ SoftmaxState<float> softmax_row(const DecodeParams& params, int64_t head, float 
     float* chunk_row = row + c * kChunkTokens;
     const float distance = float(chunks[c].position - query_position);
     for (int i = 0; i < kChunkTokens; i += Vec::kLanes) {
-      logit(Vec::load(chunk_row + i), scale, params.logits.soft_cap, slope, iota() + Vec(distance + float(i))).store(chunk_row + i);
+      logit(Vec::load(chunk_row + i), scale, params.logits.soft_cap, slope, iota() + Vec(distance + float(i)))
+          .store(chunk_row + i);
     }
     const uint32_t seen = visible[c * group];
     if (seen != kAllTokens) {
@@ -215,7 +216,8 @@ void weigh_values(const Chunk<T>* chunks, int count, const float* probabilities,
     for (int part = 0; part < kChunkTokens; part += Vec::kLanes) {
       Vec probability[kHeads];
 #pragma GCC unroll 8
-      for (int h = 0; h < kHeads; ++h) probability[h] = Vec::load(probabilities + h * kPartitionTokens + c * kChunkTokens + part);
+      for (int h = 0; h < kHeads; ++h)
+        probability[h] = Vec::load(probabilities + h * kPartitionTokens + c * kChunkTokens + part);
 #pragma GCC unroll 4
       for (int i = 0; i < kDims; ++i) {
         const Vec v = Vec::load(value + i * chunks[c].value_dim_stride + part);
@@ -241,26 +243,25 @@ void attend_heads(const DecodeParams& params, const Item& item, int64_t query_po
     if (c + 1 < count) __builtin_prefetch(work.chunks[c + 1].key);
     __builtin_prefetch(work.chunks[c].value);
     __builtin_prefetch(work.chunks[c].value + 2 * work.chunks[c].value_dim_stride);
-    dot_chunk<Dot, kHeads>(work.query + first * work.key_size, work.key_size, work.chunks[c].key, work.chunks[c].key_group_stride,
-                           work.logits + c * kChunkTokens, kPartitionTokens);
+    dot_chunk<Dot, kHeads>(work.query + first * work.key_size, work.key_size, work.chunks[c].key,
+                           work.chunks[c].key_group_stride, work.logits + c * kChunkTokens, kPartitionTokens);
   }
   for (int h = 0; h < kHeads; ++h) {
-    states[first + h] = softmax_row(params, item.kv_head * params.group() + first + h, scale, query_position, work.chunks, count,
-                                    work.visible + first + h, work.logits + h * kPartitionTokens);
+    states[first + h] = softmax_row(params, item.kv_head * params.group() + first + h, scale, query_position, work.chunks,
+                                    count, work.visible + first + h, work.logits + h * kPartitionTokens);
   }
   float* head_out = out + first * out_head_stride;
   int64_t d = 0;
   for (; d + kValueDims <= params.value_size; d += kValueDims)
     weigh_values<T, kHeads, kValueDims>(work.chunks, count, work.logits, d, head_out, out_head_stride);
-  for (; d < params.value_size; ++d)
-    weigh_values<T, kHeads, 1>(work.chunks, count, work.logits, d, head_out, out_head_stride);
+  for (; d < params.value_size; ++d) weigh_values<T, kHeads, 1>(work.chunks, count, work.logits, d, head_out, out_head_stride);
 }
 
 // States of all heads of the group: states [group], out of head h at out + h * out_head_stride, unnormalised and without the V
 // cache's scale.
 template <typename Dot>
-void attend_partition(const DecodeParams& params, const Item& item, Workspace<Dot>& work, SoftmaxState<float>* states, float* out,
-                      int64_t out_head_stride) {
+void attend_partition(const DecodeParams& params, const Item& item, Workspace<Dot>& work, SoftmaxState<float>* states,
+                      float* out, int64_t out_head_stride) {
   const int group = int(params.group());
   const int64_t query_position = params.seq_lens(item.sequence) - 1;
   const Range range = visible_range(params.logits, query_position);
@@ -356,7 +357,8 @@ class Decode {
   }
 
  private:
-  // Rows whose partitions go on in the next round: at most those of one (sequence, KV head). One is read in a round, the other written.
+  // Rows whose partitions go on in the next round: at most those of one (sequence, KV head). One is read in a round, the other
+  // written.
   struct Open {
     std::vector<SoftmaxState<float>> states;  // [group]
     std::vector<float> out;                   // [group][value_size]
@@ -439,9 +441,7 @@ class Decode {
     float factor = params_.value_scale(head / group_);
     if (params_.logits.sinks) factor *= merge(state, sink_state(params_.logits.sinks[head])).first;
     store_row(params_.out, sequence, head, params_.value_size, out, factor * normalizer(state));
-    if (params_.lse) {
-      params_.lse[head * params_.lse_head_stride + sequence * params_.lse_token_stride] = logsumexp(state);
-    }
+    if (params_.lse) { params_.lse[head * params_.lse_head_stride + sequence * params_.lse_token_stride] = logsumexp(state); }
   }
 
   const DecodeParams& params_;

@@ -1,7 +1,8 @@
 // Dot products of query heads with 16 tokens of K as they lie in the cache.
 //
 // In layout x, the x dims of a dim group lie together and its tokens follow each other, so one vector covers several dims of
-// several tokens, and a lane sums the dims that fall on it. Which dims those are is all that differs between element types: a policy below says it.
+// several tokens, and a lane sums the dims that fall on it. Which dims those are is all that differs between element types: a
+// policy below says it.
 #pragma once
 
 #include "cpu/kernels/vec.h"
@@ -22,7 +23,9 @@ struct FloatDot {
   static constexpr int kElements = Vec::kLanes;  // of K in one vector
   static constexpr int kLanesPerToken = kDimGroup<T> < Vec::kLanes ? kDimGroup<T> : Vec::kLanes;
 
-  struct Operand { Vec v; };
+  struct Operand {
+    Vec v;
+  };
   static Operand key(const Key* p) { return {Vec::load(p)}; }
   static Operand query(const Query* p) { return {Vec::load_periodic<kLanesPerToken>(p)}; }
   static Vec multiply_add(Operand q, Operand k, Vec sum) { return fma(q.v, k.v, sum); }
@@ -37,7 +40,9 @@ struct BFloat16Dot {
   static constexpr int kElements = 32;
   static constexpr int kLanesPerToken = 4;
 
-  struct Operand { __m512bh v; };
+  struct Operand {
+    __m512bh v;
+  };
   static Operand key(const Key* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
   static Operand query(const Query* p) { return {(__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
   static Vec multiply_add(Operand q, Operand k, Vec sum) { return Vec(_mm512_dpbf16_ps(sum.v, q.v, k.v)); }

@@ -1,15 +1,16 @@
-// Prefix attention (chunked prefill): the last tokens of each sequence attend to the paged context before them and, causally, to
-// each other.
+// Prefix attention (chunked prefill): the last tokens of each sequence attend to the paged context before them and, causally,
+// to each other.
 //
-// Work item: (sequence, KV head, tile of queries), all heads of the group: its rows. Against tiles of 128 keys at absolute positions, in
-// ascending order:
-//   1. K and V of the tile are packed for the tile product, whether they come from the cache or from this call's tensors; what no row of
+// Work item: (sequence, KV head, tile of queries), all heads of the group: its rows. Against tiles of 128 keys at absolute
+// positions, in ascending order:
+//   1. K and V of the tile are packed for the tile product, whether they come from the cache or from this call's tensors; what
+//   no row of
 //      the item sees is zero and never read;
 //   2. logits = Q . K^T;
 //   3. online softmax: the row's state <m, l> absorbs the tile, its o is rescaled where m rose;
 //   4. o += probabilities . V.
-// A row's arithmetic depends on the position of the tile's keys alone, so its bits do not depend on where the chunk begins, on the
-// rows beside it, or on which keys are cached already. (Dao 2023, FlashAttention-2, over a paged cache.)
+// A row's arithmetic depends on the position of the tile's keys alone, so its bits do not depend on where the chunk begins, on
+// the rows beside it, or on which keys are cached already. (Dao 2023, FlashAttention-2, over a paged cache.)
 
 #include <algorithm>
 #include <vector>
@@ -28,8 +29,8 @@ namespace {
 constexpr int64_t kTileKeys = 128;
 static_assert(kTileKeys % kPanel == 0 && kTileKeys % kDepthBlock == 0, "a tile is a whole number of panels and depth blocks");
 
-// Rows of an item. Each packed key is used once per row, so many rows hide the packing; their Q, logits and o (256 dims of float: 2.5 KiB
-// a row) should stay in a second-level cache of 1 MiB beside the packed tile.
+// Rows of an item. Each packed key is used once per row, so many rows hide the packing; their Q, logits and o (256 dims of
+// float: 2.5 KiB a row) should stay in a second-level cache of 1 MiB beside the packed tile.
 constexpr int64_t kTileRows = 192;
 
 struct Item {
@@ -223,7 +224,8 @@ class PrefixItem {
   float* row_;
 };
 
-// All items of a call and their cost in key tiles: causal items at the end of a chunk see more keys than those at its beginning.
+// All items of a call and their cost in key tiles: causal items at the end of a chunk see more keys than those at its
+// beginning.
 template <typename Product>
 class Prefix {
  public:

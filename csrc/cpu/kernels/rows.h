@@ -53,9 +53,7 @@ inline void store_row(const TokenTensor& tensor, int64_t token, int64_t head, in
 inline void scale_add(float* to, float a, const float* from, float b, int64_t size) {
   const Vec va(a), vb(b);
   int64_t d = 0;
-  for (; d + Vec::kLanes <= size; d += Vec::kLanes) {
-    fma(Vec::load(from + d), vb, Vec::load(to + d) * va).store(to + d);
-  }
+  for (; d + Vec::kLanes <= size; d += Vec::kLanes) { fma(Vec::load(from + d), vb, Vec::load(to + d) * va).store(to + d); }
   for (; d < size; ++d) to[d] = to[d] * a + from[d] * b;
 }
 

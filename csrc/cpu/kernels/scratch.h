@@ -1,4 +1,5 @@
-// Memory that one thread needs while it works: one buffer per thread, grown on demand and kept, so that a call allocates nothing.
+// Memory that one thread needs while it works: one buffer per thread, grown on demand and kept, so that a call allocates
+// nothing.
 #pragma once
 
 #include <cstdlib>
@@ -30,7 +31,9 @@ class Scratch {
   }
 
   template <typename T>
-  static constexpr int64_t bytes_for(int64_t count) { return round_up(count * int64_t(sizeof(T)), kAlignment); }
+  static constexpr int64_t bytes_for(int64_t count) {
+    return round_up(count * int64_t(sizeof(T)), kAlignment);
+  }
 
   ~Scratch() { std::free(data_); }
 

@@ -8,14 +8,22 @@ namespace paged_attn::cpu {
 namespace {
 
 template <typename From, typename To>
-To convert(From value, float scale) { return from_float<To>(to_float(value) / scale); }
+To convert(From value, float scale) {
+  return from_float<To>(to_float(value) / scale);
+}
 // The same type is stored bit for bit: NaN payloads included, and no arithmetic that could flush subnormals.
 template <>
-float convert<float, float>(float value, float) { return value; }
+float convert<float, float>(float value, float) {
+  return value;
+}
 template <>
-Float16 convert<Float16, Float16>(Float16 value, float) { return value; }
+Float16 convert<Float16, Float16>(Float16 value, float) {
+  return value;
+}
 template <>
-BFloat16 convert<BFloat16, BFloat16>(BFloat16 value, float) { return value; }
+BFloat16 convert<BFloat16, BFloat16>(BFloat16 value, float) {
+  return value;
+}
 
 template <typename From, typename To>
 void store_head(const TokenTensor& tensor, int64_t token, const CacheTensor& cache, int64_t block, int64_t place, int64_t head,

@@ -1,4 +1,5 @@
-// C += A . B on small tiles in the cache, the inner product of the prefix kernel: A [rows][depth], B packed in panels, C [rows][columns].
+// C += A . B on small tiles in the cache, the inner product of the prefix kernel: A [rows][depth], B packed in panels, C
+// [rows][columns].
 //
 // B is packed in panels of kPanel columns, panel after panel, each [depth][kPanel]: one pass over a panel reads straight on.
 // Every element of C is the sum over one block of depth, ascending, added to C: its bits do not depend on how many rows
@@ -11,7 +12,8 @@
 
 namespace paged_attn::cpu {
 
-// Sums that stay in registers: rows x vectors of columns, beside the vectors of B and one of A. 6 x 4 of 32; 6 x 2 of 16; 2 x 4.
+// Sums that stay in registers: rows x vectors of columns, beside the vectors of B and one of A. 6 x 4 of 32; 6 x 2 of 16; 2
+// x 4.
 struct ProductShape {
   int rows;
   int vectors;
@@ -28,7 +30,9 @@ constexpr int64_t kDepthBlock = 64;
 struct FloatProduct {
   using Element = float;
   static constexpr int kDepthPerStep = 1;
-  struct Operand { Vec v; };
+  struct Operand {
+    Vec v;
+  };
   static Operand broadcast(const Element* p) { return {Vec(*p)}; }
   static Operand load(const Element* p) { return {Vec::load(p)}; }
   static Vec multiply_add(Operand a, Operand b, Vec sum) { return fma(a.v, b.v, sum); }
@@ -40,7 +44,9 @@ struct FloatProduct {
 struct BFloat16Product {
   using Element = BFloat16;
   static constexpr int kDepthPerStep = 2;
-  struct Operand { __m512bh v; };
+  struct Operand {
+    __m512bh v;
+  };
   static Operand broadcast(const Element* p) {
     int32_t pair;
     memcpy(&pair, p, sizeof pair);

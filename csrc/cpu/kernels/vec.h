@@ -87,8 +87,8 @@ struct Vec {
   float reduce_max() const { return _mm512_reduce_max_ps(v); }
 };
 
-// `sums` holds, in each 128 bits, one partial sum for each of four vectors; kQuads such quadruples belong to one token. Adds them and
-// stores the tokens in order: 4 * (4 / kQuads) floats.
+// `sums` holds, in each 128 bits, one partial sum for each of four vectors; kQuads such quadruples belong to one token. Adds
+// them and stores the tokens in order: 4 * (4 / kQuads) floats.
 template <int kQuads>
 inline void store_token_sums(Vec sums, float* out) {
   if constexpr (kQuads == 1) {
@@ -210,7 +210,9 @@ struct Vec {
   }
 
   template <int kPeriod>
-  static Vec load_periodic(const float* p) { return load(p); }
+  static Vec load_periodic(const float* p) {
+    return load(p);
+  }
 
   void store(float* p) const { memcpy(p, &v, sizeof v); }
   void store(Float16* p) const {
@@ -253,13 +255,17 @@ struct Vec {
 };
 
 template <int kQuads>
-inline void store_token_sums(Vec sums, float* out) { sums.store(out); }
+inline void store_token_sums(Vec sums, float* out) {
+  sums.store(out);
+}
 
 #endif
 
 // One element to float, by the instruction where there is one.
 template <typename T>
-inline float widen(T value) { return to_float(value); }
+inline float widen(T value) {
+  return to_float(value);
+}
 #if defined(__F16C__)
 inline float widen(Float16 value) { return _cvtsh_ss(value.bits); }
 #endif

@@ -68,8 +68,10 @@ def main() -> None:
         for name, call in contenders.items():
             times[name].append(milliseconds(call))
     median = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{a.tokens} tokens, {a.heads}/{a.kv_heads} heads of {a.head_size}, {a.dtype}, {torch.get_num_threads()} threads, "
-          f"{kv_bytes / 2**20:.0f} MiB of K and V, median of {a.repeats}")
+    print(
+        f"{a.tokens} tokens, {a.heads}/{a.kv_heads} heads of {a.head_size}, {a.dtype}, {torch.get_num_threads()} threads, "
+        f"{kv_bytes / 2**20:.0f} MiB of K and V, median of {a.repeats}"
+    )
     for name, ms in median.items():
         print(f"{name:18s} {ms:10.2f} ms {kv_bytes / ms / 1e6:8.1f} GB/s {median['PyTorch fallback'] / ms:8.1f} x fallback")
 

@@ -1,0 +1,68 @@
+"""Finds and opens the compiled operators: `_C`, which registers torch.ops.paged_attn.
+
+Order: the library installed beside the package; else, where the sources are, one compiled into the cache. A library that was built for another
+torch is refused in one sentence; one that is older than the sources of the checkout it lies in is left for a fresh one, with a message.
+No GPU is touched.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+from .build import record
+
+PACKAGE_FOLDER = Path(__file__).resolve().parent
+MODULE = "paged_attn_ext._C"
+
+
+def library_in(folder: Path) -> Path | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / f"_C{suffix}"
+        if path.is_file():
+            return path
+    return None
+
+
+def find_folder() -> Path:
+    """The folder with the libraries to use. Raises ImportError, saying what to do."""
+    from .build.plan import CSRC, source_hash
+
+    have_sources = (CSRC / "ops" / "schema.cpp").is_file()
+    if library_in(PACKAGE_FOLDER):
+        built = record.read(PACKAGE_FOLDER)
+        if built is None:
+            raise ImportError(
+                f"paged_attn_ext: {record.FILE_NAME} is missing beside the library: rebuild with {record.REBUILD}"
+            )
+        problem = record.mismatch(built, torch)
+        if problem:
+            raise ImportError(problem)
+        if not have_sources or built["source_hash"] == source_hash():
+            return PACKAGE_FOLDER
+        print("paged_attn_ext: the sources changed since the library beside them was built", file=sys.stderr, flush=True)
+    if not have_sources:
+        raise ImportError(f"paged_attn_ext has no compiled library and no sources to compile: install it with {record.REBUILD}")
+    from .build import jit
+
+    return jit.libraries()
+
+
+def load():
+    """The module `_C`."""
+    if MODULE in sys.modules:
+        return sys.modules[MODULE]
+    path = library_in(find_folder())
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[MODULE]
+        raise
+    return module

@@ -39,7 +39,7 @@ class DeviceProfile:
 BI_V100 = DeviceProfile("Iluvatar BI-V100", 16, 1, SUBSCRIPTION)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuda_profile(index: int) -> DeviceProfile:
     properties = torch.cuda.get_device_properties(index)
     if "BI-V100" in properties.name:
@@ -86,7 +86,7 @@ def choose_decode(
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def log_once(message: str) -> None:
     """Log a decision the first time it is made."""
     logger.info(message)

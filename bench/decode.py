@@ -1,7 +1,8 @@
 """Decode of one long sequence: v1 and v2 beside the PyTorch fallback and a plain read of as many bytes.
 
-The floor is the bytes of K and V, read once, over the memory's bandwidth; the last row measures that bandwidth in the same seconds. Every
-contender is checked against the fallback before it is timed, and all are timed in turn, so that they share the machine's moods.
+The floor is the bytes of K and V, read once, over the memory's bandwidth; the last row measures that bandwidth in the
+same seconds. Every contender is checked against the fallback before it is timed, and all are timed in turn, so that
+they share the machine's moods.
 """
 
 import argparse

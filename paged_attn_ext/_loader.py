@@ -1,8 +1,8 @@
 """Finds and opens the compiled operators: `_C`, which registers torch.ops.paged_attn.
 
-Order: the library installed beside the package; else, where the sources are, one compiled into the cache. A library that was built for another
-torch is refused in one sentence; one that is older than the sources of the checkout it lies in is left for a fresh one, with a message.
-No GPU is touched.
+Order: the library installed beside the package; else, where the sources are, one compiled into the cache. A library
+that was built for another torch is refused in one sentence; one that is older than the sources of the checkout it lies
+in is left for a fresh one, with a message. No GPU is touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Drop-in for vLLM 0.6.3's `PagedAttention` and `PagedAttentionMetadata`: the same names, signatures and cache shapes, without vLLM.
+"""Drop-in for vLLM 0.6.3's `PagedAttention` and `PagedAttentionMetadata`: the same names, signatures and cache shapes,
+without vLLM.
 
-Which path runs is PAGED_ATTN_BACKEND's and dispatch.py's decision, logged once; nothing falls back in silence, and nothing catches an exception
-to print it.
+Which path runs is PAGED_ATTN_BACKEND's and dispatch.py's decision, logged once; nothing falls back in silence, and
+nothing catches an exception to print it.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class PagedAttention:
     ) -> Tensor:
         """Chunked prefill: [T, H, D], contiguous. Arguments as in `ops.prefix_attention`.
 
-        scale: by default 1 / sqrt(D). precision: by default PAGED_ATTN_PRECISION. Rows beyond the last query_start_loc are not initialised.
+        scale: by default 1 / sqrt(D). precision: by default PAGED_ATTN_PRECISION. Rows beyond the last query_start_loc
+        are not initialised.
         """
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attend = ops.prefix_attention if _native(query.device) else fallback.prefix_attention

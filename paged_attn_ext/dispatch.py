@@ -1,7 +1,8 @@
-"""Which path a decode takes: v1, v2, or the PyTorch fallback. Pure Python over what the host knows; nothing waits for the device.
+"""Which path a decode takes: v1, v2, or the PyTorch fallback. Pure Python over what the host knows; nothing waits for
+the device.
 
-The rule is CUB's GridEvenShare: a card is full at sm_count * occupancy * subscription blocks. v1 launches one block per sequence and KV head; when these fill the
-card, or one partition is all there is, splitting further only adds a reduction.
+The rule is CUB's GridEvenShare: a card is full at sm_count * occupancy * subscription blocks. v1 launches one block
+per sequence and KV head; when these fill the card, or one partition is all there is, splitting further only adds a reduction.
 """
 
 from __future__ import annotations

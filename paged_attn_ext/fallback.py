@@ -1,8 +1,9 @@
 """Decode and prefix attention in PyTorch, for any device that has no kernels: the operators' signatures and semantics.
 
-A second implementation, independent of the kernels: tiles of keys, whose size spreads a sequence over a few iterations within a bound on the
-score tensor, and an online softmax <m, l, o> over them (Dao et al. 2022). Float32 arithmetic, whatever the precision asked for. It reads lengths
-on the host, so on a GPU it synchronises and cannot be captured in a CUDA graph; and it is not bit-invariant.
+A second implementation, independent of the kernels: tiles of keys, whose size spreads a sequence over a few iterations
+within a bound on the score tensor, and an online softmax <m, l, o> over them (Dao et al. 2022). Float32 arithmetic,
+whatever the precision asked for. It reads lengths on the host, so on a GPU it synchronises and cannot be captured in a
+CUDA graph; and it is not bit-invariant.
 
 Errors: ValueError and TypeError as from the operators, naming the argument.
 """
@@ -17,7 +18,8 @@ from torch import Tensor
 
 PARTITION_TOKENS = 512
 
-# A tile's scores [H, queries, tile] in float32 stay below this: 4096 queries x 6 heads x 1024 keys, which a 32 GB card holds beside its model.
+# A tile's scores [H, queries, tile] in float32 stay below this: 4096 queries x 6 heads x 1024 keys, which a 32 GB card
+# holds beside its model.
 SCORE_BUDGET_BYTES = 96 * 2**20
 # Iterations that a sequence is spread over: each costs a few launches and Python, so few and large.
 TARGET_TILES = 4
@@ -30,7 +32,8 @@ _CODES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "floa
 def tile_tokens(num_keys: int, score_row_bytes: int) -> int:
     """Keys per tile: an even spread over TARGET_TILES, not below MIN_TILE_TOKENS, within the score budget.
 
-    CUB's spread_out_items_per_thread: items = clamp(ceil(n / workers), min, max). score_row_bytes: scores of one key, for all heads and queries.
+    CUB's spread_out_items_per_thread: items = clamp(ceil(n / workers), min, max). score_row_bytes: scores of one key,
+    for all heads and queries.
     """
     spread = max(MIN_TILE_TOKENS, -(-num_keys // TARGET_TILES))
     return max(1, min(spread, SCORE_BUDGET_BYTES // max(score_row_bytes, 1)))

@@ -1,9 +1,10 @@
 """The operators, typed: functions over torch.ops.paged_attn with the same names and order of arguments, and their fakes.
 
-What they add to the raw operators: a scale may be a float or a tensor, a float8 cache is taken as it is, and `decode_attention` allocates. Shapes: T
-tokens, S sequences, H query heads, G KV heads, D head size, B block size, N blocks, M blocks per sequence, P partitions of 512 tokens, x = 16 / bytes
-per cache element. docs/contract.md has the semantics. All raise ValueError for wrong shapes and values and TypeError for wrong types, naming the argument,
-before anything is written.
+What they add to the raw operators: a scale may be a float or a tensor, a float8 cache is taken as it is, and
+`decode_attention` allocates. Shapes: T tokens, S sequences, H query heads, G KV heads, D head size, B block size, N
+blocks, M blocks per sequence, P partitions of 512 tokens, x = 16 / bytes per cache element. docs/contract.md has the
+semantics. All raise ValueError for wrong shapes and values and TypeError for wrong types, naming the argument, before
+anything is written.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def paged_attention_v1(
 ) -> None:
     """Decode: the last token of each sequence attends to the sequence's cached keys, its own included.
 
-    out, query: [S, H, D], float32, float16 or bfloat16. key_cache: [N, G, D/x, B, x]; value_cache: [N, G, D, B], of the query's dtype, or
-    uint8 or float8 with kv_cache_dtype "fp8" (= "fp8_e4m3") or "fp8_e5m2". block_tables: [S, M], seq_lens: [S], int32 or int64.
-    alibi_slopes: [H] float32. k_scale, v_scale: float, or float32 tensor of one element or [G]; value = code * scale.
-    Block-sparse arguments as in vLLM 0.6.3, on when blocksparse_vert_stride > 1.
+    out, query: [S, H, D], float32, float16 or bfloat16. key_cache: [N, G, D/x, B, x]; value_cache: [N, G, D, B], of
+    the query's dtype, or uint8 or float8 with kv_cache_dtype "fp8" (= "fp8_e4m3") or "fp8_e5m2". block_tables: [S, M],
+    seq_lens: [S], int32 or int64. alibi_slopes: [H] float32. k_scale, v_scale: float, or float32 tensor of one element
+    or [G]; value = code * scale. Block-sparse arguments as in vLLM 0.6.3, on when blocksparse_vert_stride > 1.
 
     Method: PagedAttention (Kwon et al. 2023), one state of online softmax per 512 tokens, merged in order.
     """
@@ -124,8 +125,9 @@ def paged_attention_v2(
 ) -> None:
     """`paged_attention_v1`, bit for bit, that also leaves the softmax state of each partition of 512 tokens.
 
-    exp_sums, max_logits: [S, H, P] float32, natural base, written (0 and -inf where a partition has no key); P >= max_seq_len / 512, rounded up.
-    tmp_out: [S, H, P, D] scratch, float32; in the query's dtype it is accepted and not used. The rest as in v1.
+    exp_sums, max_logits: [S, H, P] float32, natural base, written (0 and -inf where a partition has no key); P >=
+    max_seq_len / 512, rounded up. tmp_out: [S, H, P, D] scratch, float32; in the query's dtype it is accepted and not
+    used. The rest as in v1.
     """
     k_float, k_tensor = _split_scale(k_scale)
     v_float, v_tensor = _split_scale(v_scale)
@@ -174,8 +176,8 @@ def decode_attention(
 ) -> Tensor:
     """Decode that allocates its output and workspace and picks v1 or v2 (the same bits, so the choice costs time only).
 
-    Returns [S, H, D], contiguous. max_seq_len: an upper bound of seq_lens, by default what the block table has room for. The rest as in
-    `paged_attention_v1`.
+    Returns [S, H, D], contiguous. max_seq_len: an upper bound of seq_lens, by default what the block table has room
+    for. The rest as in `paged_attention_v1`.
     """
     num_seqs, num_heads, head_size = query.shape
     num_kv_heads, block_size = value_cache.shape[1], value_cache.shape[3]
@@ -219,12 +221,13 @@ def prefix_attention(
 ) -> None:
     """Chunked prefill: the last tokens of each sequence attend to its cached context and, causally, to each other.
 
-    out, query: [T, H, D]; key, value: [T, G, D], the chunk's own, not read from the cache. Sequence s owns tokens query_start_loc[s] to
-    query_start_loc[s + 1] ([S + 1]); seq_lens = context_lens + its tokens ([S] each); max_query_len bounds the tokens of one sequence. Caches, tables,
-    slopes and scales as in `paged_attention_v1`. sliding_window: keeps q_pos - k_pos < window; None or <= 0: off. logits_soft_cap: None or 0: off.
-    sinks: [H] float32 logits added to the softmax denominator. lse: [H, T] float32, written: natural logarithm of the denominator, -inf
-    for a row without keys. precision: "default" may round probabilities to the 16-bit operand type; "float32" does not. Rows of out beyond
-    the last query_start_loc are left as they are.
+    out, query: [T, H, D]; key, value: [T, G, D], the chunk's own, not read from the cache. Sequence s owns tokens
+    query_start_loc[s] to query_start_loc[s + 1] ([S + 1]); seq_lens = context_lens + its tokens ([S] each);
+    max_query_len bounds the tokens of one sequence. Caches, tables, slopes and scales as in `paged_attention_v1`.
+    sliding_window: keeps q_pos - k_pos < window; None or <= 0: off. logits_soft_cap: None or 0: off. sinks: [H]
+    float32 logits added to the softmax denominator. lse: [H, T] float32, written: natural logarithm of the
+    denominator, -inf for a row without keys. precision: "default" may round probabilities to the 16-bit operand type;
+    "float32" does not. Rows of out beyond the last query_start_loc are left as they are.
 
     Method: FlashAttention-2's loop (Dao 2023) over tiles of 128 keys at absolute positions.
     """
@@ -262,10 +265,12 @@ def merge_attn_states(
 ) -> None:
     """One attention result from two over disjoint keys.
 
-    out, prefix_out, suffix_out: [T, H, D], one float dtype; out may be one of the parts. prefix_lse, suffix_lse, out_lse: [H, T] float32,
-    natural logarithm; -inf (or +inf) marks a row without keys, whose values are not read. Two such rows give zeros and -inf.
+    out, prefix_out, suffix_out: [T, H, D], one float dtype; out may be one of the parts. prefix_lse, suffix_lse,
+    out_lse: [H, T] float32, natural logarithm; -inf (or +inf) marks a row without keys, whose values are not read. Two
+    such rows give zeros and -inf.
 
-    Method: section 2.2 of "Efficient attention via log-sum-exp merging" as in FlashInfer's cascade and vLLM's merge_attn_states.
+    Method: section 2.2 of "Efficient attention via log-sum-exp merging" as in FlashInfer's cascade and vLLM's
+    merge_attn_states.
     """
     _operators.merge_attn_states(out, out_lse, prefix_out, prefix_lse, suffix_out, suffix_lse)
 
@@ -282,8 +287,9 @@ def reshape_and_cache(
 ) -> None:
     """Store new keys and values in the cache.
 
-    key, value: [T, G, D]. slot_mapping: int32 or int64, any shape; element i says where token i goes, block * B + place in the block; negative: skip;
-    it alone says how many tokens are stored. fp8 caches get the code nearest to value / scale (ties to even), saturating; NaN stays NaN.
+    key, value: [T, G, D]. slot_mapping: int32 or int64, any shape; element i says where token i goes, block * B +
+    place in the block; negative: skip; it alone says how many tokens are stored. fp8 caches get the code nearest to
+    value / scale (ties to even), saturating; NaN stays NaN.
     """
     k_float, k_tensor = _split_scale(k_scale)
     v_float, v_tensor = _split_scale(v_scale)
@@ -320,8 +326,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
 def _register_fakes() -> None:
     """Fakes for tracing. Operators return () and write in place, so there is nothing to compute and no shape to infer.
 
-    register_fake came with torch 2.4, impl_abstract before it with 2.1. torch.compile functionalises mutating custom operators from 2.4 on; v1,
-    v2 and prefix, which mutate optional tensors or several, from 2.5.
+    register_fake came with torch 2.4, impl_abstract before it with 2.1. torch.compile functionalises mutating custom
+    operators from 2.4 on; v1, v2 and prefix, which mutate optional tensors or several, from 2.5.
     """
     register = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
     for name in OPERATORS:

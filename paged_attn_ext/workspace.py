@@ -1,7 +1,7 @@
 """v2's workspace: kept between decode steps, bounded, and never shared by two calls that may run at once.
 
-Calls on one stream from one thread follow each other, so they may share memory; others may not. Hence one buffer per (device, stream,
-thread), which grows, and the least recently used go when all together pass the bound.
+Calls on one stream from one thread follow each other, so they may share memory; others may not. Hence one buffer per
+(device, stream, thread), which grows, and the least recently used go when all together pass the bound.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compile at first import, into a cache, once, whoever comes first.
 
-The lock is the operating system's (flock on a file): held by a process, gone with it, so it is never stale. torch's own file baton is
-not: a killed build leaves it behind, and every later import waits for ever. Libraries are built in a temporary folder and renamed
-into place, so a folder that exists is whole.
+The lock is the operating system's (flock on a file): held by a process, gone with it, so it is never stale. torch's
+own file baton is not: a killed build leaves it behind, and every later import waits for ever. Libraries are built in a
+temporary folder and renamed into place, so a folder that exists is whole.
 """
 
 from __future__ import annotations

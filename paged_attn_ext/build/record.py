@@ -61,7 +61,10 @@ def read(folder: Path) -> dict | None:
 def mismatch(record: dict, torch) -> str | None:
     """One sentence that says what does not fit the running torch and what to do; None where all fits."""
     if record["torch"] != torch.__version__:
-        return f"paged_attn_ext was built for torch {record['torch']}, and this is torch {torch.__version__}: rebuild it with {REBUILD}"
+        return (
+            f"paged_attn_ext was built for torch {record['torch']}, and this is torch {torch.__version__}: "
+            f"rebuild it with {REBUILD}"
+        )
     if record["cxx11_abi"] != abi_of(torch):
         return (
             f"paged_attn_ext was built for torch's C++11 ABI {record['cxx11_abi']}, and this torch has {abi_of(torch)}: "

@@ -48,9 +48,10 @@ def as_text(info: dict) -> str:
     lines = [" ".join(f"{name} {version}," for name, version in info["versions"].items()).rstrip(",")]
     lines.append(f"library           {info['library']}")
     build = info["build"]
-    lines.append(f"built for         torch {build.get('torch', '?')}, ABI {build.get('cxx11_abi', '?')},
-    {build.get('toolchain', '?')}") lines.append(f"compiler          {build['compiled']['compiler']}, git
-    {build.get('git_revision') or 'none'}") cpu = info["cpu"]
+    built_for = f"torch {build.get('torch', '?')}, ABI {build.get('cxx11_abi', '?')}, {build.get('toolchain', '?')}"
+    lines.append(f"built for         {built_for}")
+    lines.append(f"compiler          {build['compiled']['compiler']}, git {build.get('git_revision') or 'none'}")
+    cpu = info["cpu"]
     lines.append(f"CPU kernels       {cpu['instruction_set']} of {', '.join(cpu['available'])}; {cpu['threads']} threads")
     lines += [f"{device + ' tensors':18s}{path}" for device, path in info["backends"].items()]
     lines.append(f"devices           {', '.join(info['devices'])}")

@@ -15,8 +15,8 @@ from .generate import generate
 from .model import Config, PagedLlama
 
 SYSTEM = (
-    "You are a careful assistant who answers in plain English. You explain one step at a time, you prefer short
-    sentences, and you say so when " "you are not sure."
+    "You are a careful assistant who answers in plain English. You explain one step at a time, "
+    "you prefer short sentences, and you say so when you are not sure."
 )
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -29,8 +29,8 @@ EXTRA = 'the demo needs more packages: pip install "paged_attn_ext[demo]"'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", help="a question; may be given several times (default: three
-    built-in ones)") parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens per answer (default 64)")
+    parser.add_argument("--prompt", action="append", help="a question; may be given several times (default: three)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens per answer (default 64)")
     parser.add_argument("--num-blocks", type=int, default=256, help=f"blocks of {BLOCK_SIZE} tokens in the pool (default 256)")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3", "fp8_e5m2"], default="auto")
 

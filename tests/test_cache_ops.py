@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+pytestmark = pytest.mark.every_backend
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SENTINEL = 77.0
 

@@ -1,10 +1,11 @@
-"""fp8 caches, code by code: what is stored for a number and what attention reads for a code, against plain Python arithmetic."""
+"""fp8 caches, code by code: what is stored for a number and what attention reads for a code, against plain Python."""
 
 import math
 
 import pytest
 import torch
 
+pytestmark = pytest.mark.every_backend
 FORMATS = {"fp8_e4m3": (4, 3), "fp8_e5m2": (5, 2)}  # exponent bits, mantissa bits
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 SMALLEST = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-pytestmark = pytest.mark.needs("merge_attn_states")
+pytestmark = [pytest.mark.needs("merge_attn_states"), pytest.mark.every_backend]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPSILON = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 

@@ -259,9 +259,11 @@ void check_overlap(const char* op, const char* name, const at::Tensor& written, 
 Call<DecodeParams> decode_call(const char* op, const DecodeArguments& a, const PartitionArguments* partitions) {
   Call<DecodeParams> call;
   DecodeParams& params = call.params;
+  check_rank(op, "query", a.query, 3, "[sequences, query heads, head size]");
+  check_rank(op, "seq_lens", a.seq_lens, 1, "[sequences]");
+  check_size(op, "seq_lens", a.seq_lens, 0, a.query.size(0), "sequences of query");
   fill_attention(op, params, call.owned, a.out, a.query, a.key_cache, a.value_cache, a.block_tables, a.seq_lens, a.scale,
                  a.alibi_slopes, a.kv_cache_dtype, a.k_scale, a.v_scale, a.k_scales, a.v_scales);
-  check_size(op, "seq_lens", a.seq_lens, 0, a.query.size(0), "sequences of query");
   PA_CHECK_VALUE(a.num_kv_heads == params.num_kv_heads, "num_kv_heads is ", a.num_kv_heads, ", takes ", params.num_kv_heads,
                  ", the KV heads of key_cache");
   PA_CHECK_VALUE(a.block_size == params.block_size, "block_size is ", a.block_size, ", takes ", params.block_size,

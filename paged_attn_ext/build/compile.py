@@ -34,8 +34,16 @@ def extension(library: Library, base: Path | None = None):
             extra_compile_args=list(library.flags),
             extra_link_args=["-fopenmp"],
         )
-    # A plain Extension: no torch headers, no torch libraries.
-    return Extension(name, sources, include_dirs=include, extra_compile_args=list(library.flags), language="c++")
+    # A plain Extension: no torch headers, no torch libraries. libstdc++ gives its templates default visibility whatever the
+    # flags say, so what is exported is said to the linker.
+    return Extension(
+        name,
+        sources,
+        include_dirs=include,
+        extra_compile_args=list(library.flags),
+        extra_link_args=[f"-Wl,--version-script={CSRC / 'cpu' / 'kernels' / 'exports.map'}"],
+        language="c++",
+    )
 
 
 def make_command(plan: list[Library], toolchain: Toolchain):

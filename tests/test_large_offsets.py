@@ -164,3 +164,24 @@ def test_partition_outputs_beyond_32_bits(backend):
     assert torch.equal(maxima[-1, :, :2], small[1][0])
     assert (maxima[-1, :, 2:] == float("-inf")).all()
     assert torch.equal(out[:-1], value_cache[0, 0, :, 0].expand(seqs - 1, heads, head_size))
+
+
+@pytest.mark.needs("paged_attention_v1", "paged_attention_v2")
+def test_thousands_of_partitions(backend):
+    """A bound of 6,145 partitions for a sequence that fills two: the rest are marked empty."""
+    partitions, length, heads, head_size, block_size = 6145, 600, 2, 64, 16
+    blocks = -(-length // block_size)
+    key_cache, value_cache = (
+        torch.randn(blocks, 1, head_size // 4, block_size, 4),
+        torch.randn(blocks, 1, head_size, block_size),
+    )
+    query = torch.randn(1, heads, head_size)
+    rest = (query, key_cache, value_cache, 1, 0.1, torch.arange(blocks)[None], torch.tensor([length]), block_size)
+    expected, out = torch.empty_like(query), torch.empty_like(query)
+    backend.paged_attention_v1(expected, *rest, length)
+    sums, maxima = torch.empty(1, heads, partitions), torch.empty(1, heads, partitions)
+    backend.paged_attention_v2(out, sums, maxima, torch.empty(1, heads, partitions, head_size), *rest, partitions * 512)
+    check_same(backend, out, expected)
+    assert (sums[..., :2] > 0).all()
+    assert (sums[..., 2:] == 0).all()
+    assert (maxima[..., 2:] == float("-inf")).all()

@@ -1,5 +1,7 @@
 """The operators under PyTorch's own checks of schemas and fakes, and inside compiled graphs."""
 
+import inspect
+
 import pytest
 import torch
 from calls import VALID, B, D, G, N
@@ -81,8 +83,6 @@ def test_schemas_say_what_is_written_and_return_nothing(operator):
 @pytest.mark.parametrize("operator", VALID)
 def test_typed_functions_take_the_schemas_arguments(operator):
     """Same names, same order; the scale tensors are folded into the scales, so a call by position means the same."""
-    import inspect
-
     schema = getattr(torch.ops.paged_attn, operator).default._schema
     theirs = [argument.name for argument in schema.arguments if argument.name not in ("k_scales", "v_scales")]
     signature = inspect.signature(getattr(ops, operator))

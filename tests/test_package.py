@@ -20,6 +20,7 @@ print(json.dumps({
     "operators": [name for name in paged_attn_ext.ops.OPERATORS if hasattr(torch.ops.paged_attn, name)],
     "threads": torch.get_num_threads(),
     "default": str(torch.get_default_dtype()),
+    "subnormals": sys.float_info.min / 2 > 0,
 }))
 """
 
@@ -50,6 +51,11 @@ def test_import_changes_no_settings_of_torch(after_import):
         timeout=120,
     )
     assert bare.stdout.split() == [str(after_import["threads"]), after_import["default"]]
+
+
+def test_import_does_not_flush_subnormals(after_import):
+    """A library linked with -ffast-math does, for the whole process."""
+    assert after_import["subnormals"]
 
 
 def test_build_info_is_what_the_compiler_saw():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from . import record
-from .plan import CSRC, Library, describe, gpu_sources, job_count, make_plan
+from .plan import CSRC, KERNEL_LINK_FLAGS, Library, describe, gpu_sources, job_count, make_plan
 from .toolchain import Toolchain, detect
 
 PACKAGE = "paged_attn_ext"
@@ -34,14 +34,13 @@ def extension(library: Library, base: Path | None = None):
             extra_compile_args=list(library.flags),
             extra_link_args=["-fopenmp"],
         )
-    # A plain Extension: no torch headers, no torch libraries. libstdc++ gives its templates default visibility whatever the
-    # flags say, so what is exported is said to the linker.
+    # A plain Extension: no torch headers, no torch libraries.
     return Extension(
         name,
         sources,
         include_dirs=include,
         extra_compile_args=list(library.flags),
-        extra_link_args=[f"-Wl,--version-script={CSRC / 'cpu' / 'kernels' / 'exports.map'}"],
+        extra_link_args=list(KERNEL_LINK_FLAGS),
         language="c++",
     )
 

@@ -28,6 +28,8 @@ FORBIDDEN_FLAGS = (
 
 OPERATOR_FLAGS = ("-O2", "-fopenmp")  # without -fopenmp ATen/Parallel.h is silently serial
 KERNEL_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off")
+# libstdc++ gives its templates default visibility whatever -fvisibility says, so what is exported is said to the linker.
+KERNEL_LINK_FLAGS = (f"-Wl,--version-script={CSRC / 'cpu' / 'kernels' / 'exports.map'}",)
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
@@ -96,12 +98,13 @@ def gpu_flags(toolchain: Toolchain) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def make_plan(toolchain: Toolchain, log=lambda line: None) -> list[Library]:
-    """Every library of a build; sets that the compiler lacks are left out, with a line in the log."""
+def make_plan(toolchain: Toolchain, log=lambda line: None, cxx: str | None = None, check=accepts) -> list[Library]:
+    """Every library of a build; sets that the compiler lacks, by check(flags, cxx), are left out, with a line in the log."""
+    cxx = cxx or compiler()
     plan = [Library("_C", sources("ops/*.cpp"), OPERATOR_FLAGS, True, "cpu", "torch operators")]
     for isa, flags in instruction_sets().items():
-        if not accepts(flags):
-            log(f"paged_attn_ext: {compiler()} does not take {' '.join(flags)}: no kernels for {isa}")
+        if not check(flags, cxx):
+            log(f"paged_attn_ext: {cxx} does not take {' '.join(flags)}: no kernels for {isa}")
             continue
         defined = (*KERNEL_FLAGS, f"-DPAGED_ATTN_CPU_ISA={isa}", *flags)
         plan.append(Library(f"libpaged_attn_cpu_{isa}", sources("cpu/kernels/*.cpp"), defined, False, "cpu", isa))

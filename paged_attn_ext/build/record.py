@@ -35,15 +35,16 @@ def git_revision() -> str | None:
     return shown.stdout.strip() or None
 
 
-def make_record(torch, toolchain: Toolchain, plan: list[Library]) -> dict:
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True).stdout
+def make_record(torch, toolchain: Toolchain, plan: list[Library], cxx: str | None = None) -> dict:
+    cxx = cxx or compiler()
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
     return {
         "torch": torch.__version__,
         "cxx11_abi": abi_of(torch),
         "python": python_abi(),
         "toolchain": toolchain.name,
         "instruction_sets": [lib.target for lib in plan if lib.name.startswith("libpaged_attn_cpu_")],
-        "compiler": version.splitlines()[0] if version else compiler(),
+        "compiler": version.splitlines()[0] if version else cxx,
         "git_revision": git_revision(),
         "source_hash": source_hash(),
     }

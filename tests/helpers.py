@@ -119,7 +119,7 @@ class Chunk:
 
     @property
     def lengths(self) -> list[int]:
-        return [c + b - a for c, a, b in zip(self.contexts, self.starts, self.starts[1:], strict=True)]
+        return [c + b - a for c, a, b in zip(self.contexts, self.starts, self.starts[1:], strict=False)]
 
 
 def make_chunk(

@@ -26,6 +26,7 @@ TARGET_TILES = 4
 # Below this a matrix product no longer fills a card.
 MIN_TILE_TOKENS = 2048
 
+# Terms of q.k in one running sum.
 DOT_RUN = 64
 
 _CODES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -123,7 +124,7 @@ def _grouped_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dots(q: Tensor, keys: Tensor) -> Tensor:
-    """q.k, [H, queries, D] x [G, D, n]: sums of at most 64 terms, added up, so that long heads lose no accuracy to one running sum."""
+    """q.k, [H, queries, D] x [G, D, n]: sums of at most DOT_RUN terms, added up: one long running sum loses accuracy."""
     runs = zip(q.split(DOT_RUN, -1), keys.split(DOT_RUN, 1), strict=True)
     return sum(_grouped_product(a, b) for a, b in runs)
 

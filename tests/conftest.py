@@ -1,7 +1,8 @@
 """The `backend` fixture: a namespace of operators, one per implementation that this machine runs.
 
-A test that takes `backend` runs on the first native variant, on `pytorch`, and on a fixed sample of the others; marked `every_backend`, or
-with --all-backends, on all. `needs("op", ...)` keeps it to variants with these operators, `native` to those that promise equal bits.
+A test that takes `backend` runs on the first native variant, on `pytorch`, and on a fixed sample of the others; marked
+`every_backend`, or with --all-backends, on all. `needs("op", ...)` keeps it to variants with these operators, `native` to
+those that promise equal bits.
 """
 
 from __future__ import annotations

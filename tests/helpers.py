@@ -1,5 +1,7 @@
-"""Paged caches made from logical keys and values, hostile where they may be: permuted blocks, NaN in every unused slot and block, garbage in the
-padding of the table."""
+"""Paged caches made from logical keys and values, hostile where they may be.
+
+Permuted blocks, NaN in every unused slot and block and in every output, garbage in the padding of the table.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def page(
     generator = torch.Generator().manual_seed(seed)
     cached = [len(k) for k in keys] if cached is None else cached
     num_kv_heads, head_size = keys[0].shape[1:]
-    stored = [(encode(k, kv_cache_dtype, k_scale), encode(v, kv_cache_dtype, v_scale)) for k, v in zip(keys, values, strict=True)]
+    stored = [
+        (encode(k, kv_cache_dtype, k_scale), encode(v, kv_cache_dtype, v_scale)) for k, v in zip(keys, values, strict=True)
+    ]
     dtype = stored[0][0][0].dtype
     poison = 0x7F if dtype == torch.uint8 else math.nan
     x = 16 // dtype.itemsize
@@ -125,7 +129,8 @@ class Chunk:
 def make_chunk(
     queries: list[Tensor], keys: list[Tensor], values: list[Tensor], contexts: list[int], block_size: int, **options
 ) -> Chunk:
-    """queries[s] [n, H, D] are the last n tokens of sequence s, whose keys and values are whole [L, G, D]; the first contexts[s] are cached."""
+    """queries[s] [n, H, D] are the last n tokens of sequence s, whose keys and values are whole [L, G, D]; the first
+    contexts[s] are cached."""
     paged = page(keys, values, block_size, cached=contexts, **options)
     starts = [0]
     for q in queries:

@@ -1,6 +1,7 @@
 """What the operators should compute, in float64: slow, and obvious on reading. Straight from docs/contract.md.
 
-Sequences are logical here: keys and values [L, G, D] in order, no pages. Each result comes with the bound that the contract gives it.
+Sequences are logical here: keys and values [L, G, D] in order, no pages. Each result comes with the bound that the
+contract gives it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ SIGNATURES = {
     "forward_prefix": "query key value kv_cache_dtype key_cache value_cache block_tables query_start_loc seq_lens_tensor "
     "context_lens max_query_len alibi_slopes sliding_window k_scale v_scale",
     "_forward_decode_pytorch": "query key_cache value_cache block_tables seq_lens scale",
-    "_forward_prefix_pytorch": "query key value key_cache value_cache block_tables query_start_loc seq_lens_tensor context_lens",
+    "_forward_prefix_pytorch": "query key value key_cache value_cache block_tables query_start_loc seq_lens_tensor "
+    "context_lens",
     "swap_blocks": "src_kv_cache dst_kv_cache src_to_dst",
     "copy_blocks": "kv_caches src_to_dists",
 }
@@ -52,6 +53,14 @@ def test_cache_shape_and_views():
     assert 256 in PagedAttention.get_supported_head_sizes()
 
 
+def _spy(original, where, called):
+    def spy(*args, **kwargs):
+        called.append(where)
+        return original(*args, **kwargs)
+
+    return spy
+
+
 @pytest.fixture(params=["native", "pytorch", "v2", "threshold"])
 def path(request, monkeypatch):
     """Every way through forward_decode."""
@@ -66,11 +75,8 @@ def path(request, monkeypatch):
         for name in ("paged_attention_v1", "paged_attention_v2", "prefix_attention"):
             original = getattr(module, name)
 
-            def spy(*args, _original=original, _where=(module.__name__.split(".")[-1], name), **kwargs):
-                called.append(_where)
-                return _original(*args, **kwargs)
-
-            monkeypatch.setattr(module, name, spy)
+            where = (module.__name__.split(".")[-1], name)
+            monkeypatch.setattr(module, name, _spy(original, where, called))
     yield request.param, called
 
 

@@ -21,10 +21,7 @@ def make(lengths, heads, kv_heads, head_size, block_size, dtype, **options):
 
 def expected(query, paged, lengths, rules):
     return oracle.concatenate(
-        [
-            oracle.attend(query[s : s + 1], paged.keys[s], paged.values[s], rules, n - 1)
-            for s, n in enumerate(lengths)
-        ]
+        [oracle.attend(query[s : s + 1], paged.keys[s], paged.values[s], rules, n - 1) for s, n in enumerate(lengths)]
     )
 
 

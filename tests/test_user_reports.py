@@ -1,6 +1,7 @@
 """Inputs with exact expected values, from what users of such operators reported; ids carry the report's number.
 
-Unless said otherwise: block size 16, head size 64, one head, scale 1. K = 0 makes every logit 0, so the output is the mean of the visible V.
+Unless said otherwise: block size 16, head size 64, one head, scale 1. K = 0 makes every logit 0, so the output is the mean of
+the visible V.
 """
 
 import math

@@ -177,3 +177,31 @@ def test_context_wider_than_its_table_is_an_error(backend):
     chunk.paged.block_tables = chunk.paged.block_tables[:, :2]
     with pytest.raises(ValueError, match=r"block_tables has 2 blocks.*context_lens\[0\] = 38"):
         prefix(backend, chunk, 1.0)
+
+
+def test_R6_rows_whose_window_holds_no_context(backend):
+    """Whole tiles of the context are masked for rows 16 and on."""
+    out, lse = run_prefix(backend, list(range(128)), 64, sliding_window=16)
+    assert value_of(out) == pytest.approx([position - 7.5 for position in range(64, 128)])
+    assert lse[0].tolist() == pytest.approx([math.log(16)] * 64)
+
+
+def test_R31_the_scale_given_is_the_scale_used(backend):
+    """One key of logit ln 3 at scale 0.5, one of logit 0: V = 0 has weight 3/4."""
+    keys, query = torch.zeros(2, 1, D), torch.zeros(1, 1, D)
+    keys[0, 0, 0], query[0, 0, 0] = 2 * math.log(3), 1.0
+    paged = page([keys], [constant([0, 1])], 16)
+    assert value_of(decode(backend, query, paged, [2], 0.5)) == pytest.approx([0.25])
+    chunk = make_chunk([query], [keys], [constant([0, 1])], [1], 16)
+    out, lse = prefix(backend, chunk, 0.5)
+    assert value_of(out) == pytest.approx([0.25]) and lse.item() == pytest.approx(math.log(4))
+
+
+def test_R37_slopes_of_another_type_are_an_error(backend, request):
+    if backend.name == "pytorch":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="the fallback does not check the type of the slopes"))
+    slopes = torch.tensor([0.5], dtype=torch.float16)
+    with pytest.raises(TypeError, match="alibi_slopes"):
+        run_decode(backend, [0, 1], alibi_slopes=slopes)
+    with pytest.raises(TypeError, match="alibi_slopes"):
+        run_prefix(backend, [0, 1], 1, alibi_slopes=slopes)

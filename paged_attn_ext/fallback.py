@@ -134,6 +134,14 @@ def _check(condition: bool, op: str, message: str, error: type[Exception] = Valu
         raise error(f"{op}: {message}")
 
 
+def _head_vector(op: str, name: str, tensor: Tensor | None, num_heads: int) -> Tensor | None:
+    """One float32 number per query head, or None."""
+    if tensor is not None:
+        _check(tensor.dtype == torch.float32, op, f"{name} has dtype {tensor.dtype}, takes float32", TypeError)
+        _check(tensor.shape == (num_heads,), op, f"{name} has shape {list(tensor.shape)}, takes [{num_heads}] (query heads)")
+    return tensor
+
+
 @dataclass
 class _Cache:
     """One paged cache, read a run of tokens at a time, as float32."""
@@ -155,13 +163,21 @@ class _Cache:
             op,
             f"query has {query.shape[1]} heads, takes a multiple of the {num_kv_heads} KV heads of key_cache",
         )
-        if kv_cache_dtype == "auto":
-            return cls(op, key_cache, value_cache, block_tables, 1.0, 1.0)
         _check(
-            kv_cache_dtype in _CODES,
+            kv_cache_dtype == "auto" or kv_cache_dtype in _CODES,
             op,
             f"kv_cache_dtype is '{kv_cache_dtype}', takes 'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'",
         )
+        stored = query.dtype if kv_cache_dtype == "auto" else torch.uint8
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            _check(
+                cache.dtype == stored or (kv_cache_dtype in _CODES and cache.dtype == getattr(torch, _CODES[kv_cache_dtype])),
+                op,
+                f"{name} has dtype {cache.dtype}, takes {stored} with kv_cache_dtype '{kv_cache_dtype}'",
+                TypeError,
+            )
+        if kv_cache_dtype == "auto":
+            return cls(op, key_cache, value_cache, block_tables, 1.0, 1.0)
         dtype = getattr(torch, _CODES[kv_cache_dtype])
         scales = []
         for scale, tensor in ((k_scale, k_scales), (v_scale, v_scales)):
@@ -194,9 +210,14 @@ class _Cache:
         return keys * self.k_scale, values * self.v_scale
 
 
-def _block_sparse(local_blocks: int, vert_stride: int | None, block_size: int, step: int, tp_rank: int):
-    if vert_stride is None or vert_stride <= 1:
+def _block_sparse(op: str, cache: _Cache, local_blocks: int, vert_stride: int, block_size: int, step: int, tp_rank: int):
+    if vert_stride <= 1:
         return None
+    _check(
+        block_size > 0 and block_size % cache.block_size == 0,
+        op,
+        f"blocksparse_block_size is {block_size}, takes a positive multiple of block_size {cache.block_size}",
+    )
     return (vert_stride, local_blocks, block_size, step, tp_rank)
 
 
@@ -273,9 +294,16 @@ def paged_attention_v1(
     op = "paged_attention_v1"
     cache = _Cache.of(op, query, key_cache, value_cache, block_tables, kv_cache_dtype, k_scale, v_scale, k_scales, v_scales)
     sparse = _block_sparse(
-        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step, tp_rank
+        op,
+        cache,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+        tp_rank,
     )
-    _decode(op, out, query, cache, _Rules(scale, slopes=alibi_slopes, sparse=sparse), seq_lens, max_seq_len)
+    slopes = _head_vector(op, "alibi_slopes", alibi_slopes, query.shape[1])
+    _decode(op, out, query, cache, _Rules(scale, slopes=slopes, sparse=sparse), seq_lens, max_seq_len)
 
 
 def paged_attention_v2(
@@ -316,11 +344,18 @@ def paged_attention_v2(
     )
     cache = _Cache.of(op, query, key_cache, value_cache, block_tables, kv_cache_dtype, k_scale, v_scale, k_scales, v_scales)
     sparse = _block_sparse(
-        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step, tp_rank
+        op,
+        cache,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+        tp_rank,
     )
+    slopes = _head_vector(op, "alibi_slopes", alibi_slopes, query.shape[1])
     exp_sums.zero_()
     max_logits.fill_(-math.inf)
-    rules = _Rules(scale, slopes=alibi_slopes, sparse=sparse)
+    rules = _Rules(scale, slopes=slopes, sparse=sparse)
     _decode(op, out, query, cache, rules, seq_lens, max_seq_len, exp_sums, max_logits)
 
 
@@ -354,7 +389,9 @@ def prefix_attention(
     op = "prefix_attention"
     _check(precision in ("default", "float32"), op, f"precision is '{precision}', takes 'default' or 'float32'")
     cache = _Cache.of(op, query, key_cache, value_cache, block_tables, kv_cache_dtype, k_scale, v_scale, k_scales, v_scales)
-    rules = _Rules(scale, logits_soft_cap or 0.0, alibi_slopes, sliding_window or 0)
+    slopes = _head_vector(op, "alibi_slopes", alibi_slopes, query.shape[1])
+    _head_vector(op, "sinks", sinks, query.shape[1])
+    rules = _Rules(scale, logits_soft_cap or 0.0, slopes, sliding_window or 0)
     starts, contexts, lengths = query_start_loc.tolist(), context_lens.tolist(), seq_lens.tolist()
     for s, context in enumerate(contexts):
         num_queries = starts[s + 1] - starts[s]

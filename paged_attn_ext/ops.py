@@ -323,15 +323,14 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     _operators.swap_blocks(_codes(src), _codes(dst), block_mapping)
 
 
-def _register_fakes() -> None:
-    """Fakes for tracing. Operators return () and write in place, so there is nothing to compute and no shape to infer.
-
-    register_fake came with torch 2.4, impl_abstract before it with 2.1. torch.compile functionalises mutating custom
-    operators from 2.4 on; v1, v2 and prefix, which mutate optional tensors or several, from 2.5.
-    """
-    register = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
-    for name in OPERATORS:
-        register(f"paged_attn::{name}")(lambda *args, **kwargs: None)
+def _fake(*args, **kwargs) -> None:
+    """Operators return () and write in place, so in tracing there is nothing to compute and no shape to infer."""
 
 
-_register_fakes()
+if hasattr(torch.library, "register_fake"):  # torch 2.4
+    for _name in OPERATORS:
+        torch.library.register_fake(f"paged_attn::{_name}")(_fake)
+else:
+    _meta = torch.library.Library("paged_attn", "IMPL", "Meta")  # kept: what it registers goes when it does
+    for _name in OPERATORS:
+        _meta.impl(_name, _fake)

@@ -28,7 +28,7 @@ def expected(query, paged, lengths, rules):
 def check(backend, query, paged, lengths, rules=None, **options):
     rules = rules or oracle.Rules(query.shape[-1] ** -0.5)
     exact = expected(query, paged, lengths, rules)
-    options |= {"alibi_slopes": rules.slopes, **rules.sparse}
+    options = options | {"alibi_slopes": rules.slopes, **rules.sparse}
     oracle.assert_within_contract(decode(backend, query, paged, lengths, rules.scale, **options), exact)
     out, exp_sums, max_logits = decode(backend, query, paged, lengths, rules.scale, version="v2", **options)
     oracle.assert_within_contract(out, exact)
@@ -208,3 +208,25 @@ def test_any_call(backend, data):
     )
     slopes = torch.rand(kv_heads * group) if draw(st.booleans()) else None
     check(backend, query, paged, lengths, oracle.Rules(draw(st.sampled_from([0.05, 0.3])), slopes=slopes))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    "error, name, options",
+    [
+        (TypeError, "key_cache", {"kv_cache_dtype": "fp8"}),
+        (ValueError, "kv_cache_dtype is 'int3'", {"kv_cache_dtype": "int3"}),
+        (ValueError, "alibi_slopes", {"alibi_slopes": torch.ones(3)}),
+        (ValueError, "blocksparse_block_size is 24", {"blocksparse_vert_stride": 2, "blocksparse_block_size": 24}),
+        (ValueError, r"seq_lens\[0\] is 20", {"max_seq_len": 19}),
+    ],
+)
+def test_wrong_calls_are_errors_on_every_backend(backend, error, name, options):
+    """The fallbacks refuse what the operators refuse, before anything is written."""
+    query, paged = make([20], 4, 2, 32, 16, torch.float32)
+    paged.kv_cache_dtype = options.get("kv_cache_dtype", "auto")
+    options = {k: v for k, v in options.items() if k != "kv_cache_dtype"}
+    out = poisoned(query.shape)
+    with pytest.raises(error, match=name):
+        decode(backend, query, paged, [20], 1.0, out=out, **options)
+    assert out.isnan().all()

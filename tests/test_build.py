@@ -423,3 +423,43 @@ def test_loader_without_library_and_sources_says_how_to_install(installed, monke
     monkeypatch.setattr(plan, "CSRC", tmp_path / "none")
     with pytest.raises(ImportError, match="--no-build-isolation"):
         _loader.find_folder()
+
+
+def test_libraries_that_are_up_to_date_are_not_built_again(tmp_path, monkeypatch):
+    """What makes `make demo` and `make test` compile once between them."""
+    from setuptools import Distribution
+    from torch.utils.cpp_extension import BuildExtension
+
+    from paged_attn_ext.build import compile as compiling
+    from paged_attn_ext.build.plan import Library
+    from paged_attn_ext.build.toolchain import Toolchain
+
+    runs = []
+
+    def run(self):
+        runs.append(1)
+        output = Path(self.get_ext_fullpath("paged_attn_ext._C"))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.touch()
+
+    monkeypatch.setattr(BuildExtension, "run", run)
+    monkeypatch.setattr(compiling, "log", lambda line: None)
+    cpu = Toolchain("cpu", None, (), "test")
+
+    def build(flags):
+        plan = [Library("_C", ("a.cpp",), flags, True, "cpu", "torch operators")]
+        distribution = Distribution({"name": "paged_attn_ext"})
+        command = compiling.make_command(plan, cpu)(distribution)
+        command.build_lib = str(tmp_path)
+        command.ensure_finalized()
+        command.run()
+        return next(tmp_path.rglob("_C*.so"))
+
+    library = build(("-O2",))
+    build(("-O2",))
+    assert len(runs) == 1
+    build(("-O3",))  # other flags
+    assert len(runs) == 2
+    library.unlink()
+    build(("-O3",))
+    assert len(runs) == 3

@@ -68,9 +68,12 @@ def make_command(plan: list[Library], toolchain: Toolchain):
         def run(self):
             os.environ["MAX_JOBS"] = str(job_count())
             log(describe(plan, toolchain, torch.__version__, record.abi_of(torch), job_count()))
+            outputs = [Path(self.get_ext_fullpath(f"{PACKAGE}.{library.name}")) for library in plan]
+            built = record.make_record(torch, toolchain, plan)
+            if record.read(outputs[0].parent) == built and all(output.is_file() for output in outputs):
+                return log(f"paged_attn_ext: the libraries in {outputs[0].parent} are up to date")
             super().run()
-            folder = Path(self.get_ext_fullpath(f"{PACKAGE}._C")).parent
-            record.write(folder, record.make_record(torch, toolchain, plan))
+            record.write(outputs[0].parent, built)
 
     return BuildLibraries
 

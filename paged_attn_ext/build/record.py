@@ -47,6 +47,7 @@ def make_record(torch, toolchain: Toolchain, plan: list[Library], cxx: str | Non
         "compiler": version.splitlines()[0] if version else cxx,
         "git_revision": git_revision(),
         "source_hash": source_hash(),
+        "flags": {lib.name: " ".join(lib.flags) for lib in plan},
     }
 
 

@@ -52,7 +52,7 @@ def test_max_seq_len_changes_nothing(backend):
 
 
 def test_long_decode_on_one_or_two_threads_by_v1_or_v2(backend, threads):
-    """Long enough for v1 to take several rounds of 32 partitions per thread, carrying a row's state from one to the next; v2, with
+    """Long enough for v1 to take several rounds of 32 partitions per thread, carrying state from one to the next; v2, with
     room for all states, takes one."""
     query, keys, values = sequences(2, 1, 16, torch.bfloat16, [40_000, 700])
     paged = page(keys, values, 16)

@@ -152,6 +152,7 @@ class _Cache:
     block_tables: Tensor
     k_scale: Tensor | float
     v_scale: Tensor | float
+    code: torch.dtype | None = None  # of an fp8 cache, which is indexed as uint8: older torch cannot index float8
 
     @classmethod
     def of(
@@ -178,12 +179,12 @@ class _Cache:
             )
         if kv_cache_dtype == "auto":
             return cls(op, key_cache, value_cache, block_tables, 1.0, 1.0)
-        dtype = getattr(torch, _CODES[kv_cache_dtype])
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         scales = []
         for scale, tensor in ((k_scale, k_scales), (v_scale, v_scales)):
             tensor = scale if tensor is None and isinstance(scale, Tensor) else tensor
             scales.append(scale if tensor is None else tensor.float().reshape(-1, 1, 1))
-        return cls(op, key_cache.view(dtype), value_cache.view(dtype), block_tables, *scales)
+        return cls(op, key_cache, value_cache, block_tables, *scales, getattr(torch, _CODES[kv_cache_dtype]))
 
     @property
     def block_size(self) -> int:
@@ -205,9 +206,11 @@ class _Cache:
         blocks = self.block_tables[sequence, first : -(-end // self.block_size)].long()
         inside = slice(begin - first * self.block_size, end - first * self.block_size)
         # [n, G, D/x, B, x] -> [G, D/x, x, n, B] -> [G, D, n * B]; one copy each.
-        keys = self.key_cache[blocks].permute(1, 2, 4, 0, 3).flatten(3).flatten(1, 2)[..., inside].float()
-        values = self.value_cache[blocks].permute(1, 2, 0, 3).flatten(2)[..., inside].float().transpose(1, 2)
-        return keys * self.k_scale, values * self.v_scale
+        keys = self.key_cache[blocks].permute(1, 2, 4, 0, 3).flatten(3).flatten(1, 2)[..., inside]
+        values = self.value_cache[blocks].permute(1, 2, 0, 3).flatten(2)[..., inside]
+        if self.code:
+            keys, values = keys.view(self.code), values.view(self.code)
+        return keys.float() * self.k_scale, values.float().transpose(1, 2) * self.v_scale
 
 
 def _block_sparse(op: str, cache: _Cache, local_blocks: int, vert_stride: int, block_size: int, step: int, tp_rank: int):

@@ -21,7 +21,7 @@ help:  ## this list
 # One environment for everything; a stamp per set of packages. torch first: the package is built against what is installed.
 $(VENV)/base.stamp:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check "setuptools>=68" wheel ninja packaging
+	$(BIN)/pip install -q --disable-pip-version-check "setuptools>=77" wheel ninja packaging
 	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
 	@touch $@
 

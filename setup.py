@@ -22,4 +22,4 @@ package.__path__ = [str(ROOT / "paged_attn_ext")]
 sys.modules["paged_attn_ext"] = package
 build = importlib.import_module("paged_attn_ext.build.compile")
 
-setup(**build.setup_arguments(ROOT))
+setup(license="Apache-2.0", **build.setup_arguments(ROOT))

@@ -49,6 +49,13 @@ PA_HD SoftmaxState<Lane> sink_state(Lane logit) {
   return {logit, Lane(1.0f)};
 }
 
+// An output with its logsumexp is a state of which o is already divided by l: <lse, 1, out>. +inf marks an empty part in
+// FlashAttention-2's convention, -inf in everyone else's.
+PA_HD SoftmaxState<float> partial_state(float lse) {
+  const bool empty = lse == kNegativeInfinity || lse == -kNegativeInfinity;
+  return {empty ? kNegativeInfinity : lse, empty ? 0.0f : 1.0f};
+}
+
 // What o has to be multiplied by to be the attention output: 0 for an empty row, never NaN.
 PA_HD float normalizer(const SoftmaxState<float>& state) { return state.exp_sum == 0.0f ? 0.0f : 1.0f / state.exp_sum; }
 

@@ -1,5 +1,4 @@
-// merge_attn_states: two partial results over disjoint keys become one. An output with its logsumexp is a state of which o is
-// already divided by l: <lse, 1, out>.
+// merge_attn_states: two partial results over disjoint keys become one.
 
 #include "core/even_share.h"
 #include "core/softmax_state.h"
@@ -9,12 +8,6 @@
 
 namespace paged_attn::cpu {
 namespace {
-
-// +inf marks an empty part in FlashAttention-2's convention, -inf in everyone else's.
-SoftmaxState<float> state_of(float lse) {
-  const bool empty = lse == kNegativeInfinity || lse == -kNegativeInfinity;
-  return {empty ? kNegativeInfinity : lse, empty ? 0.0f : 1.0f};
-}
 
 struct Merge {
   const MergeParams& params;
@@ -31,9 +24,9 @@ struct Merge {
       const int64_t token = row / params.num_heads;
       const int64_t head = row % params.num_heads;
       SoftmaxState<float> state =
-          state_of(params.prefix_lse[head * params.prefix_lse_head_stride + token * params.prefix_lse_token_stride]);
+          partial_state(params.prefix_lse[head * params.prefix_lse_head_stride + token * params.prefix_lse_token_stride]);
       const SoftmaxState<float> other =
-          state_of(params.suffix_lse[head * params.suffix_lse_head_stride + token * params.suffix_lse_token_stride]);
+          partial_state(params.suffix_lse[head * params.suffix_lse_head_stride + token * params.suffix_lse_token_stride]);
       load_row(params.prefix_out, token, head, params.head_size, prefix);
       load_row(params.suffix_out, token, head, params.head_size, suffix);
       const bool prefix_only = other.exp_sum == 0.0f;

@@ -98,7 +98,8 @@ struct AttentionParams {
   CacheScale key_scale;
   CacheScale value_scale;
   IndexArray block_tables;  // [num_seqs, max_blocks]
-  IndexArray seq_lens;      // [num_seqs]
+  int64_t max_blocks = 0;
+  IndexArray seq_lens;  // [num_seqs]
   LogitParams logits;
 
   // Natural logarithm of the softmax denominator, [num_heads, tokens]; null: not wanted.
@@ -122,7 +123,8 @@ struct PartitionStates {
 
 // One query per sequence, which is its last token. `out` and `query` have one token per sequence.
 struct DecodeParams : AttentionParams {
-  PartitionStates states;  // contiguous
+  int64_t max_seq_len = 0;  // bounds seq_lens
+  PartitionStates states;   // contiguous
 };
 
 enum class Precision : int32_t {
@@ -137,6 +139,8 @@ struct PrefixParams : AttentionParams {
   TokenTensor value;           // [tokens, num_kv_heads, value_size]
   IndexArray query_start_loc;  // [num_seqs + 1]
   IndexArray context_lens;     // [num_seqs]
+  int64_t num_tokens = 0;      // of query
+  int64_t max_query_len = 0;   // bounds the queries of one sequence
   Precision precision = Precision::kDefault;
 };
 

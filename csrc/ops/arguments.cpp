@@ -172,6 +172,7 @@ void fill_attention(const char* op, AttentionParams& params, std::vector<at::Ten
   params.num_seqs = seq_lens.dim() == 1 ? seq_lens.size(0) : 0;
   params.seq_lens = index_vector(op, "seq_lens", seq_lens, params.num_seqs, "sequences", query);
   params.block_tables = block_table(op, block_tables, params.num_seqs, query);
+  params.max_blocks = block_tables.size(1);
   check_device(op, "out", out, query);
   check_device(op, "key_cache", key_cache, query);
   check_device(op, "value_cache", value_cache, query);
@@ -269,6 +270,7 @@ Call<DecodeParams> decode_call(const char* op, const DecodeArguments& a, const P
   PA_CHECK_VALUE(a.block_size == params.block_size, "block_size is ", a.block_size, ", takes ", params.block_size,
                  ", the block size of key_cache");
   PA_CHECK_VALUE(a.max_seq_len >= 0, "max_seq_len is ", a.max_seq_len, ", takes 0 or more");
+  params.max_seq_len = a.max_seq_len;
   params.logits.sparse = block_sparse(op, a);
   if (partitions) params.states = partition_states(op, a, *partitions);
   return call;
@@ -294,6 +296,8 @@ Call<PrefixParams> prefix_call(const char* op, const PrefixArguments& a) {
   params.query_start_loc =
       index_vector(op, "query_start_loc", a.query_start_loc, params.num_seqs + 1, "sequences of seq_lens, plus 1", a.query);
   PA_CHECK_VALUE(a.max_query_len >= 0, "max_query_len is ", a.max_query_len, ", takes 0 or more");
+  params.num_tokens = a.query.size(0);
+  params.max_query_len = a.max_query_len;
   params.logits.window = a.sliding_window.value_or(0);
   const double soft_cap = a.logits_soft_cap.value_or(0.0);
   PA_CHECK_VALUE(std::isfinite(soft_cap) && soft_cap >= 0, "logits_soft_cap is ", soft_cap,
@@ -419,6 +423,21 @@ BlockCopy block_copy(const char* op, const char* src_name, const at::Tensor& src
           block * bytes,
           src.size(0),
           dst.size(0)};
+}
+
+std::vector<BlockCopy> copy_call(const char* op, at::TensorList key_caches, at::TensorList value_caches,
+                                 const at::Tensor& block_mapping) {
+  PA_CHECK_VALUE(key_caches.size() == value_caches.size(), "value_caches has ", value_caches.size(), " tensors, takes ",
+                 key_caches.size(), ", one for each of key_caches");
+  std::vector<BlockCopy> copies;
+  for (const auto& [name, caches] : {std::pair("key_caches", key_caches), std::pair("value_caches", value_caches)}) {
+    for (const at::Tensor& cache : caches) {
+      PA_CHECK_VALUE(cache.device() == block_mapping.device(), name, " has a tensor on ", cache.device(), ", takes ",
+                     block_mapping.device(), ", the device of block_mapping");
+      copies.push_back(block_copy(op, name, cache, name, cache));
+    }
+  }
+  return copies;
 }
 
 at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping) {

@@ -121,6 +121,10 @@ struct BlockCopy {
 
 BlockCopy block_copy(const char* op, const char* src_name, const at::Tensor& src, const char* dst_name, const at::Tensor& dst);
 
+// copy_blocks: key caches, then value caches, each copied within itself.
+std::vector<BlockCopy> copy_call(const char* op, at::TensorList key_caches, at::TensorList value_caches,
+                                 const at::Tensor& block_mapping);
+
 // [n, 2] int32 or int64 as contiguous int64.
 at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping);
 

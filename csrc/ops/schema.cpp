@@ -2,9 +2,9 @@
 // after, as keywords. Everything returns (): an operator that returned its mutated argument could not be functionalised by
 // torch.compile.
 
-#include <torch/library.h>
+#include "ops/namespace.h"
 
-TORCH_LIBRARY(paged_attn, m) {
+PA_LIBRARY(m) {
   m.def(
       "paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, "
       "Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes=None, "

@@ -12,6 +12,24 @@ struct Queue {
   int* status;  // a word on the device; see status.h
 };
 
+// `scratch`: decode_scratch_floats(params) floats on the device.
+int64_t decode_scratch_floats(const DecodeParams& params);
+void decode(const DecodeParams& params, float* scratch, const Queue& queue);
+
+void prefix(const PrefixParams& params, const Queue& queue);
 void merge_partials(const MergeParams& params, const Queue& queue);
+void store(const StoreParams& params, const Queue& queue);
+
+// Block pairs[2i] to block pairs[2i + 1] within each cache, all sources as they were before the call; a later pair wins. Pairs
+// that name no block are skipped and reported. `scratch`: copy_scratch_bytes(...) bytes on the device.
+struct CacheBlocks {
+  char* data;
+  int64_t block_stride;  // bytes
+  int64_t block_bytes;
+  int64_t num_blocks;
+};
+int64_t copy_scratch_bytes(const CacheBlocks* caches, int64_t num_caches, int64_t num_pairs);
+void copy_blocks(const CacheBlocks* caches, int64_t num_caches, const int64_t* pairs, int64_t num_pairs, char* scratch,
+                 const Queue& queue);
 
 }  // namespace paged_attn::gpu

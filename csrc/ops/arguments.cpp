@@ -447,4 +447,13 @@ at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping) {
   return block_mapping.to(at::kLong).contiguous();
 }
 
+void check_pairs(const char* op, const at::Tensor& pairs, int64_t column, const char* name, int64_t num_blocks) {
+  const int64_t* data = pairs.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < pairs.size(0); ++i) {
+    const int64_t block = data[2 * i + column];
+    PA_CHECK_VALUE(block >= 0 && block < num_blocks, "block_mapping[", i, ", ", column, "] is ", block, ", takes a block of ",
+                   name, ", 0 to ", num_blocks - 1);
+  }
+}
+
 }  // namespace paged_attn::ops

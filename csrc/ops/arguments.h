@@ -128,4 +128,7 @@ std::vector<BlockCopy> copy_call(const char* op, at::TensorList key_caches, at::
 // [n, 2] int32 or int64 as contiguous int64.
 at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping);
 
+// That column 0 (sources) or 1 (destinations) of pairs on the CPU names blocks of `name`.
+void check_pairs(const char* op, const at::Tensor& pairs, int64_t column, const char* name, int64_t num_blocks);
+
 }  // namespace paged_attn::ops

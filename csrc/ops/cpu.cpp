@@ -79,15 +79,6 @@ void Cpu::store(const char* op, const StoreArguments& arguments) {
   cpu_kernels().store(params, parallel());
 }
 
-void check_pairs(const char* op, const at::Tensor& pairs, int64_t column, const char* name, int64_t num_blocks) {
-  const int64_t* data = pairs.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < pairs.size(0); ++i) {
-    const int64_t block = data[2 * i + column];
-    TORCH_CHECK_VALUE(block >= 0 && block < num_blocks, op, ": block_mapping[", i, ", ", column, "] is ", block,
-                      ", takes a block of ", name, ", 0 to ", num_blocks - 1);
-  }
-}
-
 void Cpu::copy_blocks(const char* op, at::TensorList key_caches, at::TensorList value_caches, const at::Tensor& block_mapping) {
   const std::vector<BlockCopy> copies = copy_call(op, key_caches, value_caches, block_mapping);
   const at::Tensor pairs = block_pairs(op, block_mapping);

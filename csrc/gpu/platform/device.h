@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #define PA_DEVICE __device__ __forceinline__
+#define PA_DEVICE_VARIABLE __device__
 #define PA_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
 
 namespace paged_attn::gpu::platform {
@@ -12,6 +13,10 @@ namespace paged_attn::gpu::platform {
 // Vector types rather than structs: clang splits a struct of halves into narrower loads.
 template <int Bytes>
 struct WordOf;
+template <>
+struct WordOf<1> {
+  using type = unsigned char;
+};
 template <>
 struct WordOf<2> {
   using type = unsigned short;

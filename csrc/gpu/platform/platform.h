@@ -2,7 +2,8 @@
 // warps of kWarpLanes lanes, and uses no intrinsic and no number that belongs to a card.
 //
 // Each platform header defines, in namespace paged_attn::gpu::platform, on the device:
-//   PA_DEVICE, PA_KERNEL(max_threads)   qualifiers of a device function and of a kernel entry point
+//   PA_DEVICE, PA_KERNEL(max_threads), PA_DEVICE_VARIABLE
+//                                       qualifiers of a device function, a kernel entry point, and a variable in device memory
 //   kWarpLanes                          lanes that run together
 //   thread_index(), block_index(), num_blocks()
 //   block_barrier()                     every thread of the block reaches it; orders shared memory
@@ -13,11 +14,11 @@
 //   shared_array<T>(offset, count)      `count` elements of the block's dynamic shared memory, `offset` bytes into it; arrays
 //   at
 //                                       different offsets do not overlap (shared_layout.h makes the offsets)
-//   load<Bytes>(pointer), store<Bytes>(pointer, packet)   aligned packets of 2, 4, 8 or 16 bytes
+//   load<Bytes>(pointer), store<Bytes>(pointer, packet)   aligned packets of 1, 2, 4, 8 or 16 bytes
 //   half_to_float(bits), float_to_half(value)
 //   set_if_zero(word, value)            atomically, on the 32-bit words of global memory
 // and on the host:
-//   Stream, device_facts(), status_word(), launch(...), max_resident_blocks(...), copy(...), synchronize(...)
+//   Stream, device_facts(), device_address(&variable), launch(...), max_resident_blocks(...), copy(...), synchronize(...)
 #pragma once
 
 #include "core/portability.h"
@@ -27,7 +28,7 @@ namespace paged_attn::gpu {
 // Bytes moved by one load, aligned to their size.
 template <int Bytes>
 struct alignas(Bytes) Packet {
-  static_assert(Bytes == 2 || Bytes == 4 || Bytes == 8 || Bytes == 16, "what cards load at once");
+  static_assert(Bytes == 1 || Bytes == 2 || Bytes == 4 || Bytes == 8 || Bytes == 16, "what cards load at once");
   unsigned char bytes[Bytes];
 };
 

@@ -67,6 +67,14 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check(cudaGetLastError(), what.c_str());
 }
 
+// Of a PA_DEVICE_VARIABLE, on the current device.
+template <typename T>
+T* device_address(T* variable) {
+  void* address = nullptr;
+  check(cudaGetSymbolAddress(&address, *variable), "the address of a device variable");
+  return static_cast<T*>(address);
+}
+
 // Between any two of device and host memory, in stream order.
 inline void copy(void* to, const void* from, int64_t bytes, Stream stream) {
   check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, stream), "copy");

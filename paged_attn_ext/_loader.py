@@ -42,7 +42,7 @@ def find_folder() -> Path:
         problem = record.mismatch(built, torch)
         if problem:
             raise ImportError(problem)
-        if not have_sources or built["source_hash"] == source_hash():
+        if not have_sources or built["source_hash"] == source_hash(built["toolchain"]):
             return PACKAGE_FOLDER
         print("paged_attn_ext: the sources changed since the library beside them was built", file=sys.stderr, flush=True)
     if not have_sources:

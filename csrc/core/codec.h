@@ -8,6 +8,8 @@ namespace paged_attn {
 
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16, kFp8E4M3, kFp8E5M2 };
 
+constexpr bool is_fp8(ElementType type) { return type == ElementType::kFp8E4M3 || type == ElementType::kFp8E5M2; }
+
 // Storage types: distinct, so that templates can be chosen by them.
 struct Float16 {
   uint16_t bits;
@@ -21,6 +23,18 @@ struct Fp8E4M3 {
 struct Fp8E5M2 {
   uint8_t bits;
 };
+
+// Calls f with a value of the storage type that `type` names.
+template <typename F>
+inline void with_type(ElementType type, F&& f) {
+  switch (type) {
+    case ElementType::kFloat32: return f(float{});
+    case ElementType::kFloat16: return f(Float16{});
+    case ElementType::kBFloat16: return f(BFloat16{});
+    case ElementType::kFp8E4M3: return f(Fp8E4M3{});
+    case ElementType::kFp8E5M2: return f(Fp8E5M2{});
+  }
+}
 
 PA_HD float bits_to_float(uint32_t bits) {
   float value;

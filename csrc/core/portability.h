@@ -17,7 +17,7 @@ namespace paged_attn {
 // A literal rather than std::numeric_limits: constexpr host functions are not callable on the device without nvcc-only flags.
 constexpr float kNegativeInfinity = -__builtin_huge_valf();
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+PA_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+PA_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 }  // namespace paged_attn

@@ -93,8 +93,6 @@ ElementType cache_type(const char* op, const std::string& kv_cache_dtype, Elemen
   PA_CHECK_VALUE(false, "kv_cache_dtype is '", kv_cache_dtype, "', takes 'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'");
 }
 
-bool is_fp8(ElementType type) { return type == ElementType::kFp8E4M3 || type == ElementType::kFp8E5M2; }
-
 void check_cache_type(const char* op, const char* name, const at::Tensor& cache, ElementType type,
                       const std::string& kv_cache_dtype, const at::Tensor& query) {
   const at::ScalarType expected = is_fp8(type) ? at::kByte : query.scalar_type();

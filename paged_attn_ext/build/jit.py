@@ -33,7 +33,7 @@ def cache_root(environ=os.environ) -> Path:
 def cache_key(torch, toolchain: Toolchain, plan: list[Library], sources: str | None = None) -> str:
     """Everything that the compiled bytes depend on: sources, flags, torch version, ABI, Python, toolchain."""
     what = {
-        "sources": sources or source_hash(),
+        "sources": sources or source_hash(toolchain.name),
         "flags": [[library.name, *library.flags] for library in plan],
         "torch": torch.__version__,
         "abi": record.abi_of(torch),

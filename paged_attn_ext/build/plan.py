@@ -80,8 +80,17 @@ def sources(pattern: str) -> tuple[str, ...]:
     return tuple(sorted(str(p) for p in CSRC.glob(pattern)))
 
 
+GPU_OPERATORS = CSRC / "ops" / "gpu.cpp"
+
+
 def gpu_sources() -> list[str]:
+    """The kernels for a GPU."""
     return list(sources("gpu/*.cu"))
+
+
+def gpu_library_sources() -> tuple[str, ...]:
+    """The kernels and their registration, which checks arguments as every backend does."""
+    return (*gpu_sources(), str(GPU_OPERATORS), str(CSRC / "ops" / "arguments.cpp"))
 
 
 def gpu_flags(toolchain: Toolchain) -> tuple[str, ...]:
@@ -101,7 +110,8 @@ def gpu_flags(toolchain: Toolchain) -> tuple[str, ...]:
 def make_plan(toolchain: Toolchain, log=lambda line: None, cxx: str | None = None, check=accepts) -> list[Library]:
     """Every library of a build; sets that the compiler lacks, by check(flags, cxx), are left out, with a line in the log."""
     cxx = cxx or compiler()
-    plan = [Library("_C", sources("ops/*.cpp"), OPERATOR_FLAGS, True, "cpu", "torch operators")]
+    operators = tuple(source for source in sources("ops/*.cpp") if source != str(GPU_OPERATORS))
+    plan = [Library("_C", operators, OPERATOR_FLAGS, True, "cpu", "torch operators")]
     for isa, flags in instruction_sets().items():
         if not check(flags, cxx):
             log(f"paged_attn_ext: {cxx} does not take {' '.join(flags)}: no kernels for {isa}")
@@ -111,7 +121,7 @@ def make_plan(toolchain: Toolchain, log=lambda line: None, cxx: str | None = Non
     if toolchain.name != "cpu":
         target = " ".join(toolchain.archs)
         plan.append(
-            Library(f"libpaged_attn_{toolchain.name}", tuple(gpu_sources()), gpu_flags(toolchain), True, toolchain.name, target)
+            Library(f"libpaged_attn_{toolchain.name}", gpu_library_sources(), gpu_flags(toolchain), True, toolchain.name, target)
         )
     return plan
 
@@ -124,10 +134,12 @@ def describe(plan: list[Library], toolchain: Toolchain, torch_version: str, abi:
     return "\n".join(head + rows)
 
 
-def source_hash() -> str:
-    """SHA-256 over every file of csrc/, by name and content."""
+def source_hash(toolchain: str) -> str:
+    """SHA-256 over the files of csrc/ that a build for this toolchain sees, by name and content."""
     digest = hashlib.sha256()
     for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
+        if toolchain == "cpu" and (CSRC / "gpu" in path.parents or path.name.startswith("gpu")):
+            continue
         digest.update(str(path.relative_to(CSRC)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

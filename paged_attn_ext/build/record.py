@@ -46,7 +46,7 @@ def make_record(torch, toolchain: Toolchain, plan: list[Library], cxx: str | Non
         "instruction_sets": [lib.target for lib in plan if lib.name.startswith("libpaged_attn_cpu_")],
         "compiler": version.splitlines()[0] if version else cxx,
         "git_revision": git_revision(),
-        "source_hash": source_hash(),
+        "source_hash": source_hash(toolchain.name),
         "flags": {lib.name: " ".join(lib.flags) for lib in plan},
     }
 

@@ -6,18 +6,6 @@
 
 namespace paged_attn::cpu {
 
-// Calls f with a value of the storage type that `type` names.
-template <typename F>
-inline void with_type(ElementType type, F&& f) {
-  switch (type) {
-    case ElementType::kFloat32: return f(float{});
-    case ElementType::kFloat16: return f(Float16{});
-    case ElementType::kBFloat16: return f(BFloat16{});
-    case ElementType::kFp8E4M3: return f(Fp8E4M3{});
-    case ElementType::kFp8E5M2: return f(Fp8E5M2{});
-  }
-}
-
 inline void load_row(const TokenTensor& tensor, int64_t token, int64_t head, int64_t size, float* to) {
   with_type(tensor.type, [&](auto tag) {
     using T = decltype(tag);

@@ -9,6 +9,7 @@
 namespace paged_attn::gpu::platform {
 
 constexpr int kWarpLanes = 32;
+constexpr int kLoadBytes = 16;  // fewest instructions per byte; a warp's packets are whole sectors at any width
 
 // Through the read-only path: what is loaded by packets is never written by the same kernel.
 template <int Bytes>

@@ -64,6 +64,15 @@ PA_DEVICE T* shared_array(int64_t offset, int64_t count) {
 }
 
 template <int Bytes>
+PA_DEVICE Packet<Bytes> load_shared(const void* pointer) {
+  using Word = typename WordOf<Bytes>::type;
+  const Word word = *static_cast<const Word*>(pointer);
+  Packet<Bytes> packet;
+  memcpy(&packet, &word, Bytes);
+  return packet;
+}
+
+template <int Bytes>
 PA_DEVICE void store(void* pointer, const Packet<Bytes>& packet) {
   using Word = typename WordOf<Bytes>::type;
   Word word;

@@ -5,6 +5,7 @@
 //   PA_DEVICE, PA_KERNEL(max_threads), PA_DEVICE_VARIABLE
 //                                       qualifiers of a device function, a kernel entry point, and a variable in device memory
 //   kWarpLanes                          lanes that run together
+//   kLoadBytes                          what a lane loads at once from a cache where kernels stream: 16 or 4
 //   thread_index(), block_index(), num_blocks()
 //   block_barrier()                     every thread of the block reaches it; orders shared memory
 //   shuffle_xor<Width>(value, mask), shuffle_up<Width>(value, distance), shuffle<Width>(value, lane)
@@ -15,8 +16,9 @@
 //   at
 //                                       different offsets do not overlap (shared_layout.h makes the offsets)
 //   load<Bytes>(pointer), store<Bytes>(pointer, packet)   aligned packets of 1, 2, 4, 8 or 16 bytes
+//   load_shared<Bytes>(pointer)         an aligned packet of shared memory
 //   half_to_float(bits), float_to_half(value)
-//   set_if_zero(word, value)            atomically, on the 32-bit words of global memory
+//   set_if_zero(word, value)            atomically, on a 32-bit word of global or shared memory
 // and on the host:
 //   Stream, device_facts(), device_address(&variable), launch(...), max_resident_blocks(...), copy(...), synchronize(...)
 #pragma once

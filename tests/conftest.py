@@ -1,12 +1,16 @@
 """The `backend` fixture: a namespace of operators, one per implementation that this machine runs.
 
+cpu-*: the CPU kernels, per instruction set. pytorch: the fallbacks. simt32, simt64: the GPU kernels under the host executor
+(simt/), with 32 and 64 lanes per warp. cuda: the GPU kernels on a GPU, where there is one and the library was built.
+
 A test that takes `backend` runs on the first native variant, on `pytorch`, and on a fixed sample of the others; marked
 `every_backend`, or with --all-backends, on all. `needs("op", ...)` keeps it to variants with these operators, `native` to
-those that promise equal bits.
+those that promise equal bits, `host_checks` to those that refuse wrong values before anything runs.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +20,7 @@ import torch
 
 import paged_attn_ext
 from paged_attn_ext import fallback, ops
+from simt import build
 
 FALLBACK_OPERATORS = ("paged_attention_v1", "paged_attention_v2", "prefix_attention")
 SAMPLE = 4  # one test in so many runs on a variant beyond the first
@@ -23,15 +28,19 @@ SAMPLE = 4  # one test in so many runs on a variant beyond the first
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation: its operators by name, whether it promises equal bits, and the instruction set to switch to."""
+    """An implementation: its operators by name, whether it promises equal bits, where it checks values, and what to switch to:
+    an instruction set, or the lanes of the executor."""
 
     name: str
     operators: tuple[str, ...]
     bit_invariant: bool
+    checks_on_host: bool = True
     isa: str | None = None
+    lanes: int | None = None
 
 
-VARIANTS = [Variant(f"cpu-{isa}", ops.OPERATORS, True, isa) for isa in paged_attn_ext._C.cpu_isas()]
+VARIANTS = [Variant(f"cpu-{isa}", ops.OPERATORS, True, isa=isa) for isa in paged_attn_ext._C.cpu_isas()]
+VARIANTS += [Variant(f"simt{lanes}", ops.OPERATORS, True, checks_on_host=False, lanes=lanes) for lanes in build.LANES]
 VARIANTS.append(Variant("pytorch", FALLBACK_OPERATORS, False))
 
 
@@ -42,6 +51,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "every_backend: run on every backend, not on a sample")
     config.addinivalue_line("markers", "native: only on backends that promise equal bits")
+    config.addinivalue_line("markers", "host_checks: only on backends that refuse wrong values before anything runs")
     config.addinivalue_line("markers", "needs(*operators): only on backends that have these operators")
 
 
@@ -50,7 +60,9 @@ def pytest_generate_tests(metafunc):
         return
     needs = {name for marker in metafunc.definition.iter_markers("needs") for name in marker.args}
     native = any(metafunc.definition.iter_markers("native"))
+    host_checks = any(metafunc.definition.iter_markers("host_checks"))
     usable = [v for v in VARIANTS if needs <= set(v.operators) and (v.bit_invariant or not native)]
+    usable = [v for v in usable if v.checks_on_host or not host_checks]
     metafunc.parametrize("backend", usable, indirect=True, ids=[v.name for v in usable])
 
 
@@ -67,14 +79,23 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+@functools.cache
+def simt_operators(lanes: int):
+    """The operators of the host executor, compiled if need be."""
+    torch.ops.load_library(str(build.library(lanes)))
+    return getattr(torch.ops, f"paged_attn_simt{lanes}")
+
+
 @pytest.fixture
-def backend(request):
+def backend(request, monkeypatch):
     variant: Variant = request.param
-    source = fallback if variant.isa is None else ops
+    source = fallback if variant.name == "pytorch" else ops
     namespace = SimpleNamespace(name=variant.name, **{name: getattr(source, name) for name in variant.operators})
     before = paged_attn_ext._C.cpu_isa()
     if variant.isa:
         paged_attn_ext._C.set_cpu_isa(variant.isa)
+    if variant.lanes:
+        monkeypatch.setattr(ops, "_operators", simt_operators(variant.lanes))
     yield namespace
     paged_attn_ext._C.set_cpu_isa(before)
 

@@ -252,11 +252,11 @@ def test_cache_key_depends_on_every_ingredient(monkeypatch):
 def test_source_hash_sees_names_and_contents(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "CSRC", tmp_path)
     (tmp_path / "a.h").write_text("one")
-    first = plan.source_hash()
+    first = plan.source_hash("cpu")
     (tmp_path / "a.h").write_text("two")
-    second = plan.source_hash()
+    second = plan.source_hash("cpu")
     (tmp_path / "a.h").rename(tmp_path / "b.h")
-    assert len({first, second, plan.source_hash()}) == 3
+    assert len({first, second, plan.source_hash("cpu")}) == 3
 
 
 def test_cache_root():
@@ -382,7 +382,7 @@ def installed(tmp_path, monkeypatch):
         "torch": _loader.torch.__version__,
         "cxx11_abi": record.abi_of(_loader.torch),
         "python": record.python_abi(),
-        "source_hash": plan.source_hash(),
+        "source_hash": plan.source_hash("cpu"),
     }
     record.write(tmp_path, fits)
     return tmp_path

@@ -124,7 +124,7 @@ def test_build_prints_sums_leaves_out_a_refused_set_and_writes_the_record(sdk, t
     assert sorted(sums) == sorted(f"sha256 {expected}  {path}" for path in made)
     written = json.loads((out / "_build_info.json").read_text())
     assert (written["torch"], written["cxx11_abi"]) == ("2.1.0+corex.3.2.3", 0)
-    assert written["compiler"] == "clang version 16.0.6" and written["source_hash"] == plan.source_hash()
+    assert written["compiler"] == "clang version 16.0.6" and written["source_hash"] == plan.source_hash("corex")
 
 
 def test_a_failing_line_fails_the_build(sdk, tmp_path):

@@ -168,6 +168,22 @@ class TestGatherBlocks:
         paged.key_cache, paged.value_cache = key_cache.copy_(paged.key_cache), value_cache.copy_(paged.value_cache)
         check(backend, paged, wanted)
 
+    @pytest.mark.parametrize(("stored", "wanted"), [("auto", torch.float32), ("auto", torch.float16), ("fp8", torch.uint8)])
+    @pytest.mark.parametrize("block_size", [5, 16, 80])
+    @pytest.mark.parametrize("misaligned", [0, 1])
+    def test_more_than_the_caches_hold(self, backend, stored, wanted, block_size, misaligned):
+        """Rows too large to be worth caching, at any address."""
+        heads, head_size, tokens = 2, 80, 13_200  # 2 MiB of codes
+        rows = (torch.randint(-8, 8, (tokens, heads, head_size), dtype=torch.int8) for _ in range(2))
+        keys, values = (r.to(torch.float32 if stored == "fp8" else wanted) for r in rows)
+        paged = page([keys], [values], block_size, kv_cache_dtype=stored)
+        key, value = (room(tokens + 1, heads, head_size + 16, wanted)[..., misaligned:][..., :head_size] for _ in range(2))
+        gather(backend, paged, 0, key[:tokens], value[:tokens])
+        for got, want, last in ((key, keys, key[-1]), (value, values, value[-1])):
+            got = got[:tokens].view(torch.float8_e4m3fn) if stored == "fp8" else got[:tokens]
+            assert torch.equal(got.to(want.dtype), want)
+            assert same(last, room(1, heads, head_size, wanted)[0])
+
     @pytest.mark.parametrize("index_type", [torch.int32, torch.int64], ids=str)
     @pytest.mark.parametrize("stride", [1, 3])
     def test_index_types_and_strided_tables(self, backend, index_type, stride):

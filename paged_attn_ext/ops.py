@@ -22,6 +22,9 @@ OPERATORS = (
     "prefix_attention",
     "merge_attn_states",
     "reshape_and_cache",
+    "gather_blocks",
+    "pack_blocks",
+    "scatter_blocks",
     "copy_blocks",
     "swap_blocks",
 )
@@ -305,6 +308,62 @@ def reshape_and_cache(
         k_scales=k_tensor,
         v_scales=v_tensor,
     )
+
+
+def gather_blocks(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
+) -> None:
+    """Read a sequence's keys and values out of the cache, token by token: the inverse of `reshape_and_cache`.
+
+    key, value: [T, G, D], any strides, written whole; token t comes from place t % B of block block_table[t // B], and
+    entries beyond T are not looked at. block_table: [n] int32 or int64, n * B >= T. Caches and scales as in
+    `paged_attention_v1`, but "auto" is the caches' own dtype. Of that dtype, key and value are a copy bit for bit; of
+    another of float32, float16 and bfloat16, they are rounded; from an fp8 cache they are code * scale, or, as uint8,
+    the codes themselves. Neither may overlap a cache.
+
+    For moving a cache to a host, a file, or a cache of another layout.
+    """
+    k_float, k_tensor = _split_scale(k_scale)
+    v_float, v_tensor = _split_scale(v_scale)
+    _operators.gather_blocks(
+        key,
+        value,
+        _codes(key_cache),
+        _codes(value_cache),
+        block_table,
+        kv_cache_dtype,
+        k_float,
+        v_float,
+        k_scales=k_tensor,
+        v_scales=v_tensor,
+    )
+
+
+def pack_blocks(buffer: Tensor, caches: list[Tensor], block_ids: Tensor) -> None:
+    """Collect blocks of several caches, as they are, in one piece of memory: buffer[i, c] = caches[c][block_ids[i]].
+
+    caches: C tensors, at least one, of any rank >= 1, one dtype and one shape of block, blocks first, each block
+    contiguous: K and V caches of several layers. block_ids: [n] int32 or int64. buffer: [n, C, E], contiguous, of the
+    caches' dtype, E elements in a block, apart from the caches.
+
+    For offloading blocks in one transfer, however many layers they have.
+    """
+    _operators.pack_blocks(_codes(buffer), [_codes(cache) for cache in caches], block_ids)
+
+
+def scatter_blocks(caches: list[Tensor], buffer: Tensor, block_ids: Tensor) -> None:
+    """The inverse of `pack_blocks`: caches[c][block_ids[i]] = buffer[i, c]. Of equal ids the last wins.
+
+    Arguments as in `pack_blocks`.
+    """
+    _operators.scatter_blocks([_codes(cache) for cache in caches], _codes(buffer), block_ids)
 
 
 def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor) -> None:

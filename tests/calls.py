@@ -70,6 +70,28 @@ def reshape_and_cache():
     }
 
 
+def gather_blocks():
+    return {
+        "key": torch.randn(B + 4, G, D),
+        "value": torch.randn(B + 4, G, D),
+        **cache_pair(),
+        "block_table": torch.tensor([3, 0], dtype=INT),
+    }
+
+
+def pack_blocks():
+    return {
+        "buffer": torch.randn(3, 2, G * D),
+        "caches": [torch.randn(N, G, D), torch.randn(N + 1, G, D)],
+        "block_ids": torch.tensor([4, 0, 5], dtype=INT),
+    }
+
+
+def scatter_blocks():
+    arguments = pack_blocks()
+    return {name: arguments[name] for name in ("caches", "buffer", "block_ids")}
+
+
 def copy_blocks():
     return {
         "key_caches": [torch.randn(N, G, D), torch.randn(N, G, D)],
@@ -90,6 +112,9 @@ VALID = {
         prefix_attention,
         merge_attn_states,
         reshape_and_cache,
+        gather_blocks,
+        pack_blocks,
+        scatter_blocks,
         copy_blocks,
         swap_blocks,
     )

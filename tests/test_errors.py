@@ -50,7 +50,8 @@ def flat(tensor):
 
 DECODE = "paged_attention_v1 paged_attention_v2"
 ATTENTION = DECODE + " prefix_attention"
-CACHED = ATTENTION + " reshape_and_cache"
+LIKE_QUERY = ATTENTION + " reshape_and_cache"  # "auto" caches have the type of other arguments
+CACHED = LIKE_QUERY + " gather_blocks"
 
 # What all that touch the cache have in common.
 for bad in (torch.float64, torch.int32):
@@ -63,7 +64,7 @@ for dim, meaning in enumerate(("tokens", "heads", "head size")):
 wrong(ATTENTION, ValueError, "out", "shares memory", out=expanded(0))
 wrong(ATTENTION, ValueError, "query", "heads not a multiple", query=smaller(1), out=smaller(1))
 wrong(ATTENTION, ValueError, "query", "no heads", query=lambda q: q[:, :0], out=lambda o: o[:, :0])
-wrong(CACHED, TypeError, "key_cache", "of another type", key_cache=as_type(torch.float16))
+wrong(LIKE_QUERY, TypeError, "key_cache", "of another type", key_cache=as_type(torch.float16))
 wrong(CACHED, TypeError, "value_cache", "of another type", value_cache=as_type(torch.float16))
 wrong(CACHED, TypeError, "key_cache", "codes with auto", key_cache=FP8["key_cache"])
 wrong(CACHED, TypeError, "key_cache", "floats with fp8", kv_cache_dtype="fp8")
@@ -188,6 +189,57 @@ for bad in (torch.float32, torch.int16, torch.bool):
     wrong(STORE, TypeError, "slot_mapping", f"is {bad}", slot_mapping=as_type(bad))
 wrong(STORE, ValueError, "slot_mapping", "beyond the cache", slot_mapping=item(3, N * B))
 wrong(STORE, ValueError, "slot_mapping", "far beyond the cache", slot_mapping=item(3, 2**62))
+
+# Gather.
+GATHER = "gather_blocks"
+wrong(GATHER, TypeError, "key_cache", "float64", key_cache=as_type(torch.float64))
+for argument in ("key", "value"):
+    for bad in (torch.float64, torch.int32, torch.uint8):
+        wrong(GATHER, TypeError, argument, f"is {bad}", **{argument: as_type(bad)})
+    wrong(GATHER, TypeError, argument, "int8 of codes", **FP8, kv_cache_dtype="fp8", **{argument: as_type(torch.int8)})
+    wrong(GATHER, ValueError, argument, "of rank 2", **{argument: lambda t: t[:, 0]})
+    wrong(GATHER, ValueError, argument, "too few KV heads", **{argument: smaller(1)})
+    wrong(GATHER, ValueError, argument, "shares memory", **{argument: expanded(0)})
+wrong(GATHER, TypeError, "value", "of another type", value=as_type(torch.float16))
+wrong(GATHER, TypeError, "value", "codes beside numbers", **FP8, kv_cache_dtype="fp8", value=as_type(torch.uint8))
+wrong(GATHER, ValueError, "value", "too few tokens", value=smaller(0))
+wrong(GATHER, ValueError, "value", "head size", value=smaller(2))
+wrong(GATHER, ValueError, "key", "head size 0", key=lambda t: t[..., :0])
+wrong(GATHER, ValueError, "head size", "no multiple of x", key=smaller(2), value=smaller(2))
+for bad in (torch.float32, torch.int16):
+    wrong(GATHER, TypeError, "block_table", f"is {bad}", block_table=as_type(bad))
+wrong(GATHER, ValueError, "block_table", "of rank 2", block_table=lambda t: t[None])
+wrong(GATHER, ValueError, "block_table", "too short", block_table=smaller(0))
+wrong(GATHER, ValueError, "block_table[1]", "too high", block_table=item(1, N))
+wrong(GATHER, ValueError, "block_table[0]", "below 0", block_table=item(0, -1))
+_cache = torch.randn(N, G, D, B)
+_tokens = _cache.view(-1)[: (B + 4) * G * D].view(B + 4, G, D)
+for argument in ("key", "value"):
+    wrong(GATHER, ValueError, argument, "in the value cache", value_cache=_cache, **{argument: _tokens})
+    wrong(GATHER, ValueError, argument, "in the key cache", key_cache=_cache.view(N, G, D // 4, B, 4), **{argument: _tokens})
+wrong(GATHER, ValueError, "value", "is key", key=_tokens, value=_tokens)
+
+# Pack and scatter.
+TRANSFER = "pack_blocks scatter_blocks"
+wrong(TRANSFER, ValueError, "caches", "none", caches=[], buffer=torch.randn(3, 0, G * D))
+wrong(TRANSFER, ValueError, "caches", "a scalar", caches=lambda c: [c[0], torch.tensor(1.0)])
+wrong(TRANSFER, ValueError, "caches", "a scalar first", caches=lambda c: [torch.tensor(1.0), c[0]])
+wrong(TRANSFER, ValueError, "caches", "blocks not dense", caches=lambda c: [c[0], c[1].transpose(1, 2)])
+wrong(TRANSFER, ValueError, "caches", "other blocks", caches=lambda c: [c[0], c[1].view(-1, D, G)])
+wrong(TRANSFER, TypeError, "caches", "of another type", caches=lambda c: [c[0], c[1].half()])
+wrong("scatter_blocks", ValueError, "caches", "shares memory", caches=lambda c: [c[0], c[1][:1].expand(c[1].shape)])
+wrong(TRANSFER, TypeError, "buffer", "of another type", buffer=as_type(torch.float16))
+wrong(TRANSFER, ValueError, "buffer", "of rank 2", buffer=lambda b: b.flatten(1))
+for dim, meaning in enumerate(("ids", "caches", "elements")):
+    wrong(TRANSFER, ValueError, "buffer", f"too few {meaning}", buffer=smaller(dim))
+wrong(TRANSFER, ValueError, "buffer", "not contiguous", buffer=torch.randn(3, G * D, 2).transpose(1, 2))
+_room = torch.randn(N + 6, G, D)
+wrong(TRANSFER, ValueError, "buffer", "in a cache", buffer=_room[:6].view(3, 2, G * D), caches=lambda c: [c[1], _room[4:]])
+for bad in (torch.float32, torch.int16):
+    wrong(TRANSFER, TypeError, "block_ids", f"is {bad}", block_ids=as_type(bad))
+wrong(TRANSFER, ValueError, "block_ids", "of rank 2", block_ids=lambda t: t[:, None])
+wrong(TRANSFER, ValueError, "block_ids[2]", "beyond the smaller cache", block_ids=item(2, N))
+wrong(TRANSFER, ValueError, "block_ids[0]", "below 0", block_ids=item(0, -1))
 
 # Whole blocks.
 BLOCKS = "copy_blocks swap_blocks"

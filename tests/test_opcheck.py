@@ -47,7 +47,9 @@ def test_opcheck(operator):
 
 
 @needs_opcheck
-@pytest.mark.parametrize("operator", ["paged_attention_v1", "paged_attention_v2", "prefix_attention", "reshape_and_cache"])
+@pytest.mark.parametrize(
+    "operator", ["paged_attention_v1", "paged_attention_v2", "prefix_attention", "reshape_and_cache", "gather_blocks"]
+)
 def test_opcheck_with_fp8_caches_and_scale_tensors(operator):
     caches = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in FP8_CACHES.items()}
     check(operator, {**VALID[operator](), **caches})
@@ -66,6 +68,9 @@ MUTATED = {
     "prefix_attention": ["out", "lse"],
     "merge_attn_states": ["out", "out_lse"],
     "reshape_and_cache": ["key_cache", "value_cache"],
+    "gather_blocks": ["key", "value"],
+    "pack_blocks": ["buffer"],
+    "scatter_blocks": ["caches"],
     "copy_blocks": ["key_caches", "value_caches"],
     "swap_blocks": ["dst"],
 }
@@ -122,9 +127,7 @@ def test_compiled_store_and_decode():
 
 
 @needs_compile
-@pytest.mark.parametrize(
-    "operator", ["paged_attention_v2", "prefix_attention", "merge_attn_states", "swap_blocks", "copy_blocks"]
-)
+@pytest.mark.parametrize("operator", [name for name in VALID if name not in ("paged_attention_v1", "reshape_and_cache")])
 def test_compiled_operators_write_what_eager_ones_write(operator):
     def copy(arguments):
         return {

@@ -39,7 +39,7 @@ def test_import_loads_no_triton_and_touches_no_gpu(after_import):
 
 
 def test_import_registers_the_operators_and_leaves_out_the_demo(after_import):
-    assert len(after_import["operators"]) == 7
+    assert len(after_import["operators"]) == 10
     assert not after_import["demo"]
 
 

@@ -176,4 +176,38 @@ struct StoreParams {
   const int64_t* slot_mapping = nullptr;
 };
 
+// Token i of `key` and `value` := place i % block_size of block block_table(i / block_size). Where their type is the cache's,
+// an fp8 type included, elements are copied as they are stored; otherwise they are decoded and rounded.
+struct GatherParams {
+  int64_t num_tokens = 0;
+  int64_t num_kv_heads = 0;
+  int64_t key_size = 0;
+  int64_t value_size = 0;
+  int64_t block_size = 0;
+  TokenTensor key;
+  TokenTensor value;
+  CacheTensor key_cache;
+  CacheTensor value_cache;
+  CacheScale key_scale;
+  CacheScale value_scale;
+  IndexArray block_table;
+};
+
+// Where the blocks of a cache lie, each in one piece.
+struct BlockArray {
+  char* data = nullptr;
+  int64_t block_stride = 0;  // bytes
+};
+
+// Blocks as bytes, between caches and a buffer without gaps: block block_ids(i) of caches[c] and entry (i, c) of the buffer.
+struct BlockTransfer {
+  const BlockArray* caches = nullptr;
+  int64_t num_caches = 0;
+  int64_t num_blocks = 0;  // of the smallest cache: an id is one for all
+  char* buffer = nullptr;  // [num_ids, num_caches, block_bytes]
+  int64_t block_bytes = 0;
+  IndexArray block_ids;
+  int64_t num_ids = 0;
+};
+
 }  // namespace paged_attn

@@ -19,6 +19,7 @@ struct KernelTable {
   void (*prefix)(const PrefixParams&, const Parallel&);
   void (*merge)(const MergeParams&, const Parallel&);
   void (*store)(const StoreParams&, const Parallel&);
+  void (*gather)(const GatherParams&, const Parallel&);
 };
 
 }  // namespace paged_attn::cpu

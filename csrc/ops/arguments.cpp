@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace paged_attn::ops {
@@ -40,9 +42,13 @@ void check_writable(const char* op, const char* name, const at::Tensor& tensor) 
                  " for shape ", tensor.sizes(), ", takes a tensor whose elements do not share memory");
 }
 
-TokenTensor token_tensor(const char* op, const char* name, const at::Tensor& tensor) {
+TokenTensor token_tensor(const char* op, const char* name, const at::Tensor& tensor, ElementType type) {
   check_rank(op, name, tensor, 3, "[tokens, heads, head size]");
-  return {tensor.data_ptr(), element_type(op, name, tensor), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  return {tensor.data_ptr(), type, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+TokenTensor token_tensor(const char* op, const char* name, const at::Tensor& tensor) {
+  return token_tensor(op, name, tensor, element_type(op, name, tensor));
 }
 
 void check_same_type(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
@@ -94,8 +100,8 @@ ElementType cache_type(const char* op, const std::string& kv_cache_dtype, Elemen
 }
 
 void check_cache_type(const char* op, const char* name, const at::Tensor& cache, ElementType type,
-                      const std::string& kv_cache_dtype, const at::Tensor& query) {
-  const at::ScalarType expected = is_fp8(type) ? at::kByte : query.scalar_type();
+                      const std::string& kv_cache_dtype, const at::Tensor& reference) {
+  const at::ScalarType expected = is_fp8(type) ? at::kByte : reference.scalar_type();
   PA_CHECK_TYPE(cache.scalar_type() == expected, name, " has dtype ", cache.scalar_type(), ", takes ", expected,
                 " with kv_cache_dtype '", kv_cache_dtype, "'", is_fp8(type) ? " (view a float8 tensor as uint8)" : "");
 }
@@ -247,6 +253,13 @@ float* lse_tensor(const char* op, const char* name, const at::Tensor& lse, int64
   return lse.data_ptr<float>();
 }
 
+// A tensor that is written shares no memory with one that is read in another order.
+void check_apart(const char* op, const char* name, const at::Tensor& written, const char* read_name, const at::Tensor& read) {
+  const at::MemOverlapStatus status = at::get_overlap_status(written, read);
+  PA_CHECK_VALUE(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, name, " overlaps ", read_name,
+                 ", takes memory of its own");
+}
+
 // A tensor that is written may be one that is read, element for element, but not overlap it otherwise.
 void check_overlap(const char* op, const char* name, const at::Tensor& written, const char* read_name, const at::Tensor& read) {
   PA_CHECK_VALUE(at::get_overlap_status(written, read) != at::MemOverlapStatus::Partial, name, " overlaps ", read_name,
@@ -349,27 +362,42 @@ Call<MergeParams> merge_call(const char* op, const MergeArguments& a) {
   return call;
 }
 
-Call<StoreParams> store_call(const char* op, const StoreArguments& a) {
-  Call<StoreParams> call;
-  StoreParams& params = call.params;
-  params.key = token_tensor(op, "key", a.key);
-  params.value = token_tensor(op, "value", a.value);
+namespace {
+
+// What StoreParams and GatherParams have in common: caches of `type`, sizes, scales. `key` and `value` are filled before.
+template <typename Params, typename Arguments>
+void fill_token_cache(const char* op, Params& params, std::vector<at::Tensor>& owned, const Arguments& a, ElementType type,
+                      const at::Tensor& auto_reference) {
   check_same_type(op, "value", a.value, "key", a.key);
   params.key_size = params.value_size = a.key.size(2);
   PA_CHECK_VALUE(params.key_size > 0, "key has shape ", a.key.sizes(), ", takes a head size of at least 1");
-  const ElementType type = cache_type(op, a.kv_cache_dtype, params.key.type);
-  check_cache_type(op, "key_cache", a.key_cache, type, a.kv_cache_dtype, a.key);
-  check_cache_type(op, "value_cache", a.value_cache, type, a.kv_cache_dtype, a.key);
+  check_cache_type(op, "key_cache", a.key_cache, type, a.kv_cache_dtype, auto_reference);
+  check_cache_type(op, "value_cache", a.value_cache, type, a.kv_cache_dtype, auto_reference);
   params.key_cache = key_cache_tensor(op, a.key_cache, type, params.key_size);
   params.value_cache = value_cache_tensor(op, a.value_cache, type, a.key_cache, params.value_size);
-  check_writable(op, "key_cache", a.key_cache);
-  check_writable(op, "value_cache", a.value_cache);
   params.num_kv_heads = a.key_cache.size(1);
   params.block_size = a.key_cache.size(3);
   PA_CHECK_VALUE(params.block_size > 0, "key_cache has shape ", a.key_cache.sizes(), ", takes a block size of at least 1");
   check_size(op, "key", a.key, 1, params.num_kv_heads, "KV heads of key_cache");
   check_size(op, "value", a.value, 1, params.num_kv_heads, "KV heads of key_cache");
   check_size(op, "value", a.value, 2, params.value_size, "head size of key");
+  check_device(op, "value", a.value, a.key);
+  check_device(op, "key_cache", a.key_cache, a.key);
+  check_device(op, "value_cache", a.value_cache, a.key);
+  params.key_scale = cache_scale(op, "k_scale", a.k_scale, "k_scales", a.k_scales, params.num_kv_heads, type, a.key, owned);
+  params.value_scale = cache_scale(op, "v_scale", a.v_scale, "v_scales", a.v_scales, params.num_kv_heads, type, a.key, owned);
+}
+
+}  // namespace
+
+Call<StoreParams> store_call(const char* op, const StoreArguments& a) {
+  Call<StoreParams> call;
+  StoreParams& params = call.params;
+  params.key = token_tensor(op, "key", a.key);
+  params.value = token_tensor(op, "value", a.value);
+  fill_token_cache(op, params, call.owned, a, cache_type(op, a.kv_cache_dtype, params.key.type), a.key);
+  check_writable(op, "key_cache", a.key_cache);
+  check_writable(op, "value_cache", a.value_cache);
 
   check_index_type(op, "slot_mapping", a.slot_mapping);
   params.num_slots = a.slot_mapping.numel();
@@ -377,15 +405,50 @@ Call<StoreParams> store_call(const char* op, const StoreArguments& a) {
                  " of slot_mapping");
   PA_CHECK_VALUE(a.value.size(0) >= params.num_slots, "value has ", a.value.size(0), " tokens, takes at least the ",
                  params.num_slots, " of slot_mapping");
-  const std::pair<const char*, const at::Tensor&> others[] = {
-      {"value", a.value}, {"key_cache", a.key_cache}, {"value_cache", a.value_cache}, {"slot_mapping", a.slot_mapping}};
-  for (const auto& [name, tensor] : others) check_device(op, name, tensor, a.key);
+  check_device(op, "slot_mapping", a.slot_mapping, a.key);
   call.owned.push_back(a.slot_mapping.reshape({-1}).to(at::kLong).contiguous());
   params.slot_mapping = call.owned.back().const_data_ptr<int64_t>();
-  params.key_scale =
-      cache_scale(op, "k_scale", a.k_scale, "k_scales", a.k_scales, params.num_kv_heads, type, a.key, call.owned);
-  params.value_scale =
-      cache_scale(op, "v_scale", a.v_scale, "v_scales", a.v_scales, params.num_kv_heads, type, a.key, call.owned);
+  return call;
+}
+
+namespace {
+
+// What tokens are gathered into: numbers, or the codes of an fp8 cache, which then have the cache's type.
+TokenTensor gathered_tensor(const char* op, const char* name, const at::Tensor& tensor, ElementType cache_type) {
+  if (!is_fp8(cache_type)) return token_tensor(op, name, tensor);
+  const bool codes = tensor.scalar_type() == at::kByte;
+  PA_CHECK_TYPE(codes || tensor.is_floating_point(), name, " has dtype ", tensor.scalar_type(),
+                ", takes float32, float16 or bfloat16, or uint8 for the codes as they are");
+  return codes ? token_tensor(op, name, tensor, cache_type) : token_tensor(op, name, tensor);
+}
+
+}  // namespace
+
+Call<GatherParams> gather_call(const char* op, const GatherArguments& a) {
+  Call<GatherParams> call;
+  GatherParams& params = call.params;
+  // No query says what "auto" stands for: the cache's own type.
+  const bool is_auto = a.kv_cache_dtype == "auto";
+  const ElementType type =
+      cache_type(op, a.kv_cache_dtype, is_auto ? element_type(op, "key_cache", a.key_cache) : ElementType::kFloat32);
+  params.key = gathered_tensor(op, "key", a.key, type);
+  params.value = gathered_tensor(op, "value", a.value, type);
+  fill_token_cache(op, params, call.owned, a, type, a.key_cache);
+  params.num_tokens = a.key.size(0);
+  check_size(op, "value", a.value, 0, params.num_tokens, "tokens of key");
+
+  params.block_table =
+      index_vector(op, "block_table", a.block_table, a.block_table.dim() == 1 ? a.block_table.size(0) : 0, "[blocks]", a.key);
+  const int64_t blocks = ceil_div(params.num_tokens, params.block_size);
+  PA_CHECK_VALUE(a.block_table.size(0) >= blocks, "block_table has ", a.block_table.size(0), " blocks of ", params.block_size,
+                 " tokens, takes at least ", blocks, " for the ", params.num_tokens, " tokens of key");
+  const std::pair<const char*, const at::Tensor&> written[] = {{"key", a.key}, {"value", a.value}};
+  for (const auto& [name, tensor] : written) {
+    check_writable(op, name, tensor);
+    check_apart(op, name, tensor, "key_cache", a.key_cache);
+    check_apart(op, name, tensor, "value_cache", a.value_cache);
+  }
+  check_apart(op, "value", a.value, "key", a.key);
   return call;
 }
 
@@ -402,23 +465,35 @@ void check_blocks(const char* op, const char* name, const at::Tensor& cache) {
   }
 }
 
+// Blocks, in one tensor or in two, that a copy of blocks may fill.
+void check_equal_blocks(const char* op, const char* name, const at::Tensor& cache, const char* reference_name,
+                        const at::Tensor& reference) {
+  check_same_type(op, name, cache, reference_name, reference);
+  PA_CHECK_VALUE(reference.sizes().slice(1) == cache.sizes().slice(1), name, " has shape ", cache.sizes(),
+                 ", takes blocks of shape ", reference.sizes().slice(1), ", as in ", reference_name);
+}
+
+void check_writable_blocks(const char* op, const char* name, const at::Tensor& cache) {
+  PA_CHECK_VALUE(cache.size(0) <= 1 || cache.stride(0) != 0, name, " has strides ", cache.strides(),
+                 ", takes a tensor whose elements do not share memory");
+}
+
+// Also where there is no block to count them in.
+int64_t elements_of_block(const at::Tensor& cache) { return c10::multiply_integers(cache.sizes().slice(1)); }
+
 }  // namespace
 
 BlockCopy block_copy(const char* op, const char* src_name, const at::Tensor& src, const char* dst_name, const at::Tensor& dst) {
   check_blocks(op, src_name, src);
   check_blocks(op, dst_name, dst);
-  check_same_type(op, dst_name, dst, src_name, src);
-  PA_CHECK_VALUE(src.sizes().slice(1) == dst.sizes().slice(1), dst_name, " has shape ", dst.sizes(), ", takes blocks of shape ",
-                 src.sizes().slice(1), ", as in ", src_name);
-  PA_CHECK_VALUE(dst.size(0) <= 1 || dst.stride(0) != 0, dst_name, " has strides ", dst.strides(),
-                 ", takes a tensor whose elements do not share memory");
+  check_equal_blocks(op, dst_name, dst, src_name, src);
+  check_writable_blocks(op, dst_name, dst);
   const int64_t bytes = src.element_size();
-  const int64_t block = src.size(0) > 0 ? src.numel() / src.size(0) : 0;
   return {static_cast<const char*>(src.data_ptr()),
           static_cast<char*>(dst.data_ptr()),
           src.stride(0) * bytes,
           dst.stride(0) * bytes,
-          block * bytes,
+          elements_of_block(src) * bytes,
           src.size(0),
           dst.size(0)};
 }
@@ -443,6 +518,40 @@ at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping) {
   PA_CHECK_VALUE(block_mapping.dim() == 2 && block_mapping.size(1) == 2, "block_mapping has shape ", block_mapping.sizes(),
                  ", takes [pairs, 2]");
   return block_mapping.to(at::kLong).contiguous();
+}
+
+TransferCall transfer_call(const char* op, Direction direction, at::TensorList caches, const at::Tensor& buffer,
+                           const at::Tensor& block_ids) {
+  PA_CHECK_VALUE(!caches.empty(), "caches has no tensor, takes at least one");
+  TransferCall call;
+  BlockTransfer& transfer = call.params;
+  const at::Tensor& first = caches[0];
+  const int64_t bytes = first.element_size();
+  transfer.num_blocks = first.dim() > 0 ? first.size(0) : 0;
+  for (const at::Tensor& cache : caches) {
+    check_blocks(op, "caches", cache);
+    check_equal_blocks(op, "caches", cache, "its first tensor", first);
+    if (direction == Direction::kScatter) check_writable_blocks(op, "caches", cache);
+    check_device(op, "caches", cache, buffer);
+    call.caches.push_back({static_cast<char*>(cache.data_ptr()), cache.stride(0) * bytes});
+    transfer.num_blocks = std::min(transfer.num_blocks, cache.size(0));
+  }
+  transfer.caches = call.caches.data();
+  transfer.num_caches = int64_t(call.caches.size());
+  transfer.num_ids = block_ids.dim() == 1 ? block_ids.size(0) : 0;
+  transfer.block_ids = index_vector(op, "block_ids", block_ids, transfer.num_ids, "[blocks]", buffer);
+
+  const int64_t elements = elements_of_block(first);
+  check_same_type(op, "buffer", buffer, "caches", first);
+  check_rank(op, "buffer", buffer, 3, "[block ids, caches, elements of a block]");
+  check_size(op, "buffer", buffer, 0, transfer.num_ids, "block ids");
+  check_size(op, "buffer", buffer, 1, transfer.num_caches, "caches");
+  check_size(op, "buffer", buffer, 2, elements, "elements of a block");
+  PA_CHECK_VALUE(buffer.is_contiguous(), "buffer has strides ", buffer.strides(), ", takes a contiguous tensor");
+  for (const at::Tensor& cache : caches) check_apart(op, "buffer", buffer, "caches", cache);
+  transfer.buffer = static_cast<char*>(buffer.data_ptr());
+  transfer.block_bytes = elements * bytes;
+  return call;
 }
 
 void check_pairs(const char* op, const at::Tensor& pairs, int64_t column, const char* name, int64_t num_blocks) {

@@ -102,11 +102,25 @@ struct StoreArguments {
   const OptionalTensor& v_scales;
 };
 
+struct GatherArguments {
+  const at::Tensor& key;
+  const at::Tensor& value;
+  const at::Tensor& key_cache;
+  const at::Tensor& value_cache;
+  const at::Tensor& block_table;
+  const std::string& kv_cache_dtype;
+  double k_scale;
+  double v_scale;
+  const OptionalTensor& k_scales;
+  const OptionalTensor& v_scales;
+};
+
 // `partitions` null: v1.
 Call<DecodeParams> decode_call(const char* op, const DecodeArguments& arguments, const PartitionArguments* partitions);
 Call<PrefixParams> prefix_call(const char* op, const PrefixArguments& arguments);
 Call<MergeParams> merge_call(const char* op, const MergeArguments& arguments);
 Call<StoreParams> store_call(const char* op, const StoreArguments& arguments);
+Call<GatherParams> gather_call(const char* op, const GatherArguments& arguments);
 
 // One copy of whole blocks: block pairs[i][0] of src to block pairs[i][1] of dst.
 struct BlockCopy {
@@ -127,6 +141,16 @@ std::vector<BlockCopy> copy_call(const char* op, at::TensorList key_caches, at::
 
 // [n, 2] int32 or int64 as contiguous int64.
 at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping);
+
+// pack_blocks and scatter_blocks.
+struct TransferCall {
+  BlockTransfer params;
+  std::vector<BlockArray> caches;  // params.caches
+};
+
+enum class Direction { kPack, kScatter };
+TransferCall transfer_call(const char* op, Direction direction, at::TensorList caches, const at::Tensor& buffer,
+                           const at::Tensor& block_ids);
 
 // That column 0 (sources) or 1 (destinations) of pairs on the CPU names blocks of `name`.
 void check_pairs(const char* op, const at::Tensor& pairs, int64_t column, const char* name, int64_t num_blocks);

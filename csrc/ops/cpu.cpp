@@ -12,6 +12,9 @@ struct Cpu {
   static void prefix(const char* op, const PrefixArguments& arguments);
   static void merge(const char* op, const MergeArguments& arguments);
   static void store(const char* op, const StoreArguments& arguments);
+  static void gather(const char* op, const GatherArguments& arguments);
+  static void pack(const char* op, const TransferCall& call);
+  static void scatter(const char* op, const TransferCall& call);
   static void copy_blocks(const char* op, at::TensorList key_caches, at::TensorList value_caches,
                           const at::Tensor& block_mapping);
   static void swap_blocks(const char* op, const at::Tensor& src, const at::Tensor& dst, const at::Tensor& block_mapping);
@@ -77,6 +80,32 @@ void Cpu::store(const char* op, const StoreArguments& arguments) {
                       ", takes up to ", slots - 1, ", the last slot of the cache, or a negative number to skip the token");
   }
   cpu_kernels().store(params, parallel());
+}
+
+void check_block_ids(const char* op, const char* name, const IndexArray& ids, int64_t count, const char* of,
+                     int64_t num_blocks) {
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_VALUE(ids(i) >= 0 && ids(i) < num_blocks, op, ": ", name, "[", i, "] is ", ids(i), ", takes a block of ", of,
+                      ", 0 to ", num_blocks - 1);
+  }
+}
+
+void Cpu::gather(const char* op, const GatherArguments& arguments) {
+  const Call<GatherParams> call = gather_call(op, arguments);
+  const GatherParams& params = call.params;
+  check_block_ids(op, "block_table", params.block_table, ceil_div(params.num_tokens, params.block_size), "the cache",
+                  params.key_cache.num_blocks);
+  cpu_kernels().gather(params, parallel());
+}
+
+void Cpu::pack(const char* op, const TransferCall& call) {
+  check_block_ids(op, "block_ids", call.params.block_ids, call.params.num_ids, "caches", call.params.num_blocks);
+  cpu::pack_blocks(call.params, parallel());
+}
+
+void Cpu::scatter(const char* op, const TransferCall& call) {
+  check_block_ids(op, "block_ids", call.params.block_ids, call.params.num_ids, "caches", call.params.num_blocks);
+  cpu::scatter_blocks(call.params, parallel());
 }
 
 void Cpu::copy_blocks(const char* op, at::TensorList key_caches, at::TensorList value_caches, const at::Tensor& block_mapping) {

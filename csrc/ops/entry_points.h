@@ -1,5 +1,5 @@
 // The functions behind the schemas, the same for every backend: they gather arguments into structs and hand them to
-// `Backend`, a struct of static functions decode, prefix, merge, store, copy_blocks and swap_blocks.
+// `Backend`, a struct of static functions decode, prefix, merge, store, gather, pack, scatter, copy_blocks and swap_blocks.
 #pragma once
 
 #include "ops/arguments.h"
@@ -103,6 +103,21 @@ struct EntryPoints {
                    {key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, k_scales, v_scales});
   }
 
+  static void gather_blocks(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
+                            const at::Tensor& value_cache, const at::Tensor& block_table, const std::string& kv_cache_dtype,
+                            double k_scale, double v_scale, const OptionalTensor& k_scales, const OptionalTensor& v_scales) {
+    Backend::gather("gather_blocks",
+                    {key, value, key_cache, value_cache, block_table, kv_cache_dtype, k_scale, v_scale, k_scales, v_scales});
+  }
+
+  static void pack_blocks(const at::Tensor& buffer, at::TensorList caches, const at::Tensor& block_ids) {
+    Backend::pack("pack_blocks", transfer_call("pack_blocks", Direction::kPack, caches, buffer, block_ids));
+  }
+
+  static void scatter_blocks(at::TensorList caches, const at::Tensor& buffer, const at::Tensor& block_ids) {
+    Backend::scatter("scatter_blocks", transfer_call("scatter_blocks", Direction::kScatter, caches, buffer, block_ids));
+  }
+
   static void copy_blocks(at::TensorList key_caches, at::TensorList value_caches, const at::Tensor& block_mapping) {
     Backend::copy_blocks("copy_blocks", key_caches, value_caches, block_mapping);
   }
@@ -117,6 +132,9 @@ struct EntryPoints {
     m.impl("prefix_attention", prefix_attention);
     m.impl("merge_attn_states", merge_attn_states);
     m.impl("reshape_and_cache", reshape_and_cache);
+    m.impl("gather_blocks", gather_blocks);
+    m.impl("pack_blocks", pack_blocks);
+    m.impl("scatter_blocks", scatter_blocks);
     m.impl("copy_blocks", copy_blocks);
     m.impl("swap_blocks", swap_blocks);
   }

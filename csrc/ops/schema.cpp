@@ -31,6 +31,12 @@ PA_LIBRARY(m) {
       "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
       "str kv_cache_dtype=\"auto\", float k_scale=1.0, float v_scale=1.0, *, Tensor? k_scales=None, "
       "Tensor? v_scales=None) -> ()");
+  m.def(
+      "gather_blocks(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+      "str kv_cache_dtype=\"auto\", float k_scale=1.0, float v_scale=1.0, *, Tensor? k_scales=None, "
+      "Tensor? v_scales=None) -> ()");
+  m.def("pack_blocks(Tensor(a!) buffer, Tensor[] caches, Tensor block_ids) -> ()");
+  m.def("scatter_blocks(Tensor(a!)[] caches, Tensor buffer, Tensor block_ids) -> ()");
   m.def("copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
   m.def("swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()");
 }

@@ -9,5 +9,6 @@ void decode(const DecodeParams&, const Parallel&);
 void prefix(const PrefixParams&, const Parallel&);
 void merge_partials(const MergeParams&, const Parallel&);
 void store(const StoreParams&, const Parallel&);
+void gather(const GatherParams&, const Parallel&);
 
 }  // namespace paged_attn::cpu

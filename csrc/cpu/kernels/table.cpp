@@ -7,6 +7,6 @@
 
 extern "C" __attribute__((visibility("default"))) const paged_attn::cpu::KernelTable* paged_attn_cpu_kernels() {
   using namespace paged_attn::cpu;
-  static const KernelTable table{PA_STRING(PAGED_ATTN_CPU_ISA), decode, prefix, merge_partials, store};
+  static const KernelTable table{PA_STRING(PAGED_ATTN_CPU_ISA), decode, prefix, merge_partials, store, gather};
   return &table;
 }

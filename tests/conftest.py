@@ -5,7 +5,8 @@ cpu-*: the CPU kernels, per instruction set. pytorch: the fallbacks. simt32, sim
 
 A test that takes `backend` runs on the first native variant, on `pytorch`, and on a fixed sample of the others; marked
 `every_backend`, or with --all-backends, on all. `needs("op", ...)` keeps it to variants with these operators, `native` to
-those that promise equal bits, `host_checks` to those that refuse wrong values before anything runs.
+those that promise equal bits, `cpu_only` to those on the CPU, which refuse wrong values before anything runs and store in
+order. `heavy` tests meet the executor with --all-backends alone.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ SAMPLE = 4  # one test in so many runs on a variant beyond the first
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation: its operators by name, whether it promises equal bits, where it checks values, and what to switch to:
-    an instruction set, or the lanes of the executor."""
+    """An implementation: its operators by name, whether it promises equal bits, whether what holds on the CPU alone holds here,
+    and what to switch to: an instruction set, or the lanes of the executor."""
 
     name: str
     operators: tuple[str, ...]
     bit_invariant: bool
-    checks_on_host: bool = True
+    on_cpu: bool = True
     isa: str | None = None
     lanes: int | None = None
 
 
 VARIANTS = [Variant(f"cpu-{isa}", ops.OPERATORS, True, isa=isa) for isa in paged_attn_ext._C.cpu_isas()]
-VARIANTS += [Variant(f"simt{lanes}", ops.OPERATORS, True, checks_on_host=False, lanes=lanes) for lanes in build.LANES]
+VARIANTS += [Variant(f"simt{lanes}", ops.OPERATORS, True, on_cpu=False, lanes=lanes) for lanes in build.LANES]
 VARIANTS.append(Variant("pytorch", FALLBACK_OPERATORS, False))
 
 
@@ -51,7 +52,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "every_backend: run on every backend, not on a sample")
     config.addinivalue_line("markers", "native: only on backends that promise equal bits")
-    config.addinivalue_line("markers", "host_checks: only on backends that refuse wrong values before anything runs")
+    config.addinivalue_line("markers", "cpu_only: not on GPU kernels")
+    config.addinivalue_line("markers", "heavy: on the host executor only with --all-backends")
     config.addinivalue_line("markers", "needs(*operators): only on backends that have these operators")
 
 
@@ -60,9 +62,9 @@ def pytest_generate_tests(metafunc):
         return
     needs = {name for marker in metafunc.definition.iter_markers("needs") for name in marker.args}
     native = any(metafunc.definition.iter_markers("native"))
-    host_checks = any(metafunc.definition.iter_markers("host_checks"))
+    cpu_only = any(metafunc.definition.iter_markers("cpu_only"))
     usable = [v for v in VARIANTS if needs <= set(v.operators) and (v.bit_invariant or not native)]
-    usable = [v for v in usable if v.checks_on_host or not host_checks]
+    usable = [v for v in usable if v.on_cpu or not cpu_only]
     metafunc.parametrize("backend", usable, indirect=True, ids=[v.name for v in usable])
 
 
@@ -74,6 +76,8 @@ def pytest_collection_modifyitems(config, items):
         callspec = getattr(item, "callspec", None)
         variant = callspec.params.get("backend") if callspec else None
         always = variant is None or variant in (VARIANTS[0], VARIANTS[-1]) or item.get_closest_marker("every_backend")
+        if variant and variant.lanes and item.get_closest_marker("heavy"):
+            continue
         if always or hashlib.sha256(item.nodeid.encode()).digest()[0] % SAMPLE == 0:
             kept.append(item)
     items[:] = kept

@@ -32,4 +32,11 @@ int64_t copy_scratch_bytes(const CacheBlocks* caches, int64_t num_caches, int64_
 void copy_blocks(const CacheBlocks* caches, int64_t num_caches, const int64_t* pairs, int64_t num_pairs, char* scratch,
                  const Queue& queue);
 
+void gather_blocks(const GatherParams& params, const Queue& queue);
+
+// BlockTransfer::caches lies on the host. `scratch`: scatter_scratch_ints(transfer) ints on the device.
+void pack_blocks(const BlockTransfer& transfer, const Queue& queue);
+int64_t scatter_scratch_ints(const BlockTransfer& transfer);
+void scatter_blocks(const BlockTransfer& transfer, int* scratch, const Queue& queue);
+
 }  // namespace paged_attn::gpu

@@ -20,10 +20,14 @@ PA_KERNEL(kThreads) merge_kernel(const MergeParams params) {
        row += platform::num_blocks() * kRowsPerBlock) {
     const int64_t token = row / params.num_heads;
     const int64_t head = row % params.num_heads;
-    SoftmaxState<float> state =
-        partial_state(params.prefix_lse[head * params.prefix_lse_head_stride + token * params.prefix_lse_token_stride]);
-    const SoftmaxState<float> suffix =
-        partial_state(params.suffix_lse[head * params.suffix_lse_head_stride + token * params.suffix_lse_token_stride]);
+    // Read by one lane and handed round: out_lse may be one of the two, and no lane may read what lane 0 has written.
+    float lses[2] = {0.0f, 0.0f};
+    if (lane == 0) {
+      lses[0] = params.prefix_lse[head * params.prefix_lse_head_stride + token * params.prefix_lse_token_stride];
+      lses[1] = params.suffix_lse[head * params.suffix_lse_head_stride + token * params.suffix_lse_token_stride];
+    }
+    SoftmaxState<float> state = partial_state(platform::shuffle<platform::kWarpLanes>(lses[0], 0));
+    const SoftmaxState<float> suffix = partial_state(platform::shuffle<platform::kWarpLanes>(lses[1], 0));
     const bool has_prefix = state.exp_sum != 0.0f;
     const bool has_suffix = suffix.exp_sum != 0.0f;
     const MergeFactors<float> factors = merge(state, suffix);

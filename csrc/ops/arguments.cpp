@@ -523,7 +523,7 @@ at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping) {
 TransferCall transfer_call(const char* op, Direction direction, at::TensorList caches, const at::Tensor& buffer,
                            const at::Tensor& block_ids) {
   PA_CHECK_VALUE(!caches.empty(), "caches has no tensor, takes at least one");
-  TransferCall call;
+  TransferCall call{{}, {}, buffer.device()};
   BlockTransfer& transfer = call.params;
   const at::Tensor& first = caches[0];
   const int64_t bytes = first.element_size();

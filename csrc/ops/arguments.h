@@ -146,6 +146,7 @@ at::Tensor block_pairs(const char* op, const at::Tensor& block_mapping);
 struct TransferCall {
   BlockTransfer params;
   std::vector<BlockArray> caches;  // params.caches
+  c10::Device device;
 };
 
 enum class Direction { kPack, kScatter };

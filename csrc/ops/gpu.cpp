@@ -17,6 +17,9 @@ struct Gpu {
   static void prefix(const char* op, const PrefixArguments& arguments);
   static void merge(const char* op, const MergeArguments& arguments);
   static void store(const char* op, const StoreArguments& arguments);
+  static void gather(const char* op, const GatherArguments& arguments);
+  static void pack(const char* op, const TransferCall& call);
+  static void scatter(const char* op, const TransferCall& call);
   static void copy_blocks(const char* op, at::TensorList key_caches, at::TensorList value_caches,
                           const at::Tensor& block_mapping);
   static void swap_blocks(const char* op, const at::Tensor& src, const at::Tensor& dst, const at::Tensor& block_mapping);
@@ -112,6 +115,26 @@ void Gpu::store(const char* op, const StoreArguments& arguments) {
   const Call<StoreParams> call = store_call(op, arguments);
   const DeviceScope scope(arguments.key.device());
   gpu::store(call.params, scope.queue());
+  after_call(scope.queue());
+}
+
+void Gpu::gather(const char* op, const GatherArguments& arguments) {
+  const Call<GatherParams> call = gather_call(op, arguments);
+  const DeviceScope scope(arguments.key.device());
+  gpu::gather_blocks(call.params, scope.queue());
+  after_call(scope.queue());
+}
+
+void Gpu::pack(const char*, const TransferCall& call) {
+  const DeviceScope scope(call.device);
+  gpu::pack_blocks(call.params, scope.queue());
+  after_call(scope.queue());
+}
+
+void Gpu::scatter(const char*, const TransferCall& call) {
+  const DeviceScope scope(call.device);
+  const at::Tensor room = at::empty({gpu::scatter_scratch_ints(call.params)}, at::dtype(at::kInt).device(call.device));
+  gpu::scatter_blocks(call.params, room.data_ptr<int>(), scope.queue());
   after_call(scope.queue());
 }
 

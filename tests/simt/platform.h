@@ -81,6 +81,12 @@ PA_DEVICE void set_if_zero(int* word, int value) {
   __atomic_compare_exchange_n(word, &zero, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
+PA_DEVICE void raise_to(int* word, int value) {
+  int seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
 // The host half.
 
 struct Stream {};

@@ -83,6 +83,7 @@ PA_DEVICE void store(void* pointer, const Packet<Bytes>& packet) {
 PA_DEVICE float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 PA_DEVICE uint16_t float_to_half(float value) { return __half_as_ushort(__float2half_rn(value)); }
 
+PA_DEVICE void raise_to(int* word, int value) { atomicMax(word, value); }
 PA_DEVICE void set_if_zero(int* word, int value) { atomicCAS(word, 0, value); }
 
 }  // namespace paged_attn::gpu::platform

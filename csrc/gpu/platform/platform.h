@@ -19,6 +19,7 @@
 //   load_shared<Bytes>(pointer)         an aligned packet of shared memory
 //   half_to_float(bits), float_to_half(value)
 //   set_if_zero(word, value)            atomically, on a 32-bit word of global or shared memory
+//   raise_to(word, value)               word := max(word, value), likewise
 // and on the host:
 //   Stream, device_facts(), device_address(&variable), launch(...), max_resident_blocks(...), copy(...), synchronize(...)
 #pragma once

@@ -2,7 +2,10 @@
 
 Order: the library installed beside the package; else, where the sources are, one compiled into the cache. A library
 that was built for another torch is refused in one sentence; one that is older than the sources of the checkout it lies
-in is left for a fresh one, with a message. No GPU is touched.
+in is left for a fresh one, with a message.
+
+The kernels for a GPU are a library of their own, opened only where there is one: loading a CoreX library in a process
+without a card crashes it. No device is initialised.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from .build import record
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent
 MODULE = "paged_attn_ext._C"
+GPU_TOOLCHAINS = ("cuda", "corex")
 
 
 def library_in(folder: Path) -> Path | None:
@@ -50,6 +54,25 @@ def find_folder() -> Path:
     from .build import jit
 
     return jit.libraries()
+
+
+def gpu_library() -> Path | None:
+    """The GPU library beside the operators in use, if one was built."""
+    folder = Path(sys.modules[MODULE].__file__).parent
+    return next((path for name in GPU_TOOLCHAINS if (path := folder / f"libpaged_attn_{name}.so").is_file()), None)
+
+
+def load_gpu() -> Path | None:
+    """Open the GPU library, where it was built and there is a GPU; returns its path, or None. Raises ImportError with the
+    reason where it does not open. torch.cuda.is_available() asks the driver and initialises nothing."""
+    library = gpu_library()
+    if library is None or not torch.cuda.is_available():
+        return None
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise ImportError(f"paged_attn_ext: {library} does not open: {error}; rebuild it with {record.REBUILD}") from error
+    return library
 
 
 def load():

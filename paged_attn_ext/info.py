@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import settings
+from . import _loader, settings
 from .build import record
 
 
@@ -35,6 +35,7 @@ def collect(environ=os.environ) -> dict:
             "available": paged_attn_ext._C.cpu_isas(),
             "threads": torch.get_num_threads(),
         },
+        "gpu_library": str(_loader.gpu_library() or "not built"),
         "backends": {"cpu": "native kernels", "cuda": "native kernels" if has_cuda else "PyTorch fallback"},
         "devices": devices,
         "switches": {
@@ -53,6 +54,7 @@ def as_text(info: dict) -> str:
     lines.append(f"compiler          {build['compiled']['compiler']}, git {build.get('git_revision') or 'none'}")
     cpu = info["cpu"]
     lines.append(f"CPU kernels       {cpu['instruction_set']} of {', '.join(cpu['available'])}; {cpu['threads']} threads")
+    lines.append(f"GPU library       {info['gpu_library']}")
     lines += [f"{device + ' tensors':18s}{path}" for device, path in info["backends"].items()]
     lines.append(f"devices           {', '.join(info['devices'])}")
     lines.append("environment switches:")

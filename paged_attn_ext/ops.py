@@ -382,6 +382,26 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     _operators.swap_blocks(_codes(src), _codes(dst), block_mapping)
 
 
+def check(device: torch.device | str | int | None = None) -> None:
+    """Raise what went wrong on a GPU since the last call, and forget it.
+
+    A GPU operator does not wait to see lengths, block ids and slots. A sequence whose length does not fit, or with a
+    block id that names no block, gets NaN rows and NaN lse; a slot beyond the cache is not written; and the device keeps
+    the first such event. This waits for the device and raises ValueError naming the operator and the sequence, token or
+    entry. With PAGED_ATTN_CHECK=1 in the environment every operator does so at once. Nothing to do, and nothing done, on
+    the CPU, whose operators refuse such calls before anything is written.
+
+    device: a CUDA device; default: the current one.
+    """
+    if not hasattr(_operators, "check_device_errors"):
+        return  # the GPU library is not loaded: there can be no such event
+    if device is None:
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    else:
+        index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index or 0
+    _operators.check_device_errors(index)
+
+
 def _fake(*args, **kwargs) -> None:
     """Operators return () and write in place, so in tracing there is nothing to compute and no shape to infer."""
 

@@ -35,6 +35,12 @@ SWITCHES = (
     DISPATCH,
     PYTORCH_THRESHOLD,
     WORKSPACE_MIB,
+    Switch(
+        "PAGED_ATTN_CHECK",
+        "0",
+        "raise GPU errors at each call, waiting for the device (else: paged_attn_ext.check())",
+        ("0", "1"),
+    ),
     Switch("PAGED_ATTN_CPU_ISA", "", "best instruction set that may be used", ("avx512bf16", "avx512", "avx2", "portable")),
     Switch("PAGED_ATTN_TOOLCHAIN", "auto", "what to build for", ("auto", "cpu", "cuda", "corex")),
     Switch("PAGED_ATTN_CACHE", "", "folder for libraries compiled at first import"),

@@ -1,7 +1,7 @@
 """The `backend` fixture: a namespace of operators, one per implementation that this machine runs.
 
 cpu-*: the CPU kernels, per instruction set. pytorch: the fallbacks. simt32, simt64: the GPU kernels under the host executor
-(simt/), with 32 and 64 lanes per warp. cuda: the GPU kernels on a GPU, where there is one and the library was built.
+(simt/), with 32 and 64 lanes per warp; PAGED_ATTN_SIMT_SANITIZER=address or thread compiles those for a sanitizer.
 
 A test that takes `backend` runs on the first native variant, on `pytorch`, and on a fixed sample of the others; marked
 `every_backend`, or with --all-backends, on all. `needs("op", ...)` keeps it to variants with these operators, `native` to
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
+from simt import build
 
 import paged_attn_ext
 from paged_attn_ext import fallback, ops
-from simt import build
 
 FALLBACK_OPERATORS = ("paged_attention_v1", "paged_attention_v2", "prefix_attention")
 SAMPLE = 4  # one test in so many runs on a variant beyond the first
@@ -86,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
 @functools.cache
 def simt_operators(lanes: int):
     """The operators of the host executor, compiled if need be."""
-    torch.ops.load_library(str(build.library(lanes)))
+    torch.ops.load_library(str(build.library(lanes, os.environ.get("PAGED_ATTN_SIMT_SANITIZER"))))
     return getattr(torch.ops, f"paged_attn_simt{lanes}")
 
 
@@ -102,6 +103,18 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(ops, "_operators", simt_operators(variant.lanes))
     yield namespace
     paged_attn_ext._C.set_cpu_isa(before)
+
+
+@pytest.fixture
+def simt_backend(monkeypatch):
+    """The namespace of a variant of the host executor, by name, for tests of GPU kernels alone."""
+
+    def select(name: str):
+        variant = next(variant for variant in VARIANTS if variant.name == name)
+        monkeypatch.setattr(ops, "_operators", simt_operators(variant.lanes))
+        return SimpleNamespace(name=name, **{operator: getattr(ops, operator) for operator in variant.operators})
+
+    return select
 
 
 @pytest.fixture(autouse=True)

@@ -180,6 +180,7 @@ def test_same_signed_products_keep_float32_grade_logits(backend):
     check(backend, query, page([keys], [values], 16), lengths, oracle.Rules(1.0))
 
 
+@pytest.mark.heavy
 @settings(deadline=None, derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_call(backend, data):
@@ -218,7 +219,6 @@ def test_any_call(backend, data):
         (ValueError, "kv_cache_dtype is 'int3'", {"kv_cache_dtype": "int3"}),
         (ValueError, "alibi_slopes", {"alibi_slopes": torch.ones(3)}),
         (ValueError, "blocksparse_block_size is 24", {"blocksparse_vert_stride": 2, "blocksparse_block_size": 24}),
-        (ValueError, r"seq_lens\[0\] is 20", {"max_seq_len": 19}),
     ],
 )
 def test_wrong_calls_are_errors_on_every_backend(backend, error, name, options):
@@ -229,4 +229,14 @@ def test_wrong_calls_are_errors_on_every_backend(backend, error, name, options):
     out = poisoned(query.shape)
     with pytest.raises(error, match=name):
         decode(backend, query, paged, [20], 1.0, out=out, **options)
+    assert out.isnan().all()
+
+
+@pytest.mark.every_backend
+@pytest.mark.cpu_only  # NaN rows on a GPU: test_device_errors.py
+def test_a_length_beyond_the_longest_is_an_error(backend):
+    query, paged = make([20], 4, 2, 32, 16, torch.float32)
+    out = poisoned(query.shape)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] is 20"):
+        decode(backend, query, paged, [20], 1.0, out=out, max_seq_len=19)
     assert out.isnan().all()

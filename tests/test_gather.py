@@ -168,6 +168,7 @@ class TestGatherBlocks:
         paged.key_cache, paged.value_cache = key_cache.copy_(paged.key_cache), value_cache.copy_(paged.value_cache)
         check(backend, paged, wanted)
 
+    @pytest.mark.heavy
     @pytest.mark.parametrize(("stored", "wanted"), [("auto", torch.float32), ("auto", torch.float16), ("fp8", torch.uint8)])
     @pytest.mark.parametrize("block_size", [5, 16, 80])
     @pytest.mark.parametrize("misaligned", [0, 1])

@@ -134,6 +134,7 @@ def test_whole_blocks(backend, operator, caches):
             assert (cache[alias] == 0x7F).all()
 
 
+@pytest.mark.heavy
 @pytest.mark.native
 @pytest.mark.needs("paged_attention_v2")
 def test_partition_outputs_beyond_32_bits(backend):

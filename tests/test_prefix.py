@@ -178,6 +178,7 @@ def test_error_norm_is_near_that_of_rounding(backend):
             assert (out.double() - exact).norm() <= factor * rounded
 
 
+@pytest.mark.heavy
 @settings(deadline=None, derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_call(backend, data):

@@ -121,7 +121,9 @@ def make_plan(toolchain: Toolchain, log=lambda line: None, cxx: str | None = Non
     if toolchain.name != "cpu":
         target = " ".join(toolchain.archs)
         plan.append(
-            Library(f"libpaged_attn_{toolchain.name}", gpu_library_sources(), gpu_flags(toolchain), True, toolchain.name, target)
+            Library(
+                f"libpaged_attn_{toolchain.name}", gpu_library_sources(), gpu_flags(toolchain), True, toolchain.name, target
+            )
         )
     return plan
 

@@ -86,6 +86,17 @@ def test_cuda_torch_with_nvcc_takes_the_toolkit_nvcc_reports(machine):
     assert (found.name, found.root) == ("cuda", top)
 
 
+def test_an_nvcc_of_another_major_version_is_left_alone(machine):
+    top = machine.nvcc()
+    script(Path(top) / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+    found = detect(CUDA_TORCH, GPU_SOURCES, machine.environ)
+    assert found.name == "cpu" and "CUDA 12.4" in found.reason and "is 13.0" in found.reason
+    with pytest.raises(RuntimeError, match=r"PAGED_ATTN_TOOLCHAIN=cuda, but torch is a build for CUDA 12\.4"):
+        detect(CUDA_TORCH, GPU_SOURCES, {**machine.environ, "PAGED_ATTN_TOOLCHAIN": "cuda"})
+    script(Path(top) / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.8, V12.8.93'")
+    assert detect(CUDA_TORCH, GPU_SOURCES, machine.environ).name == "cuda"
+
+
 def test_cuda_home_wins_over_path(machine, tmp_path):
     machine.stub_nvcc()
     top = machine.nvcc(at="home/bin")
@@ -382,6 +393,7 @@ def installed(tmp_path, monkeypatch):
         "torch": _loader.torch.__version__,
         "cxx11_abi": record.abi_of(_loader.torch),
         "python": record.python_abi(),
+        "toolchain": "cpu",
         "source_hash": plan.source_hash("cpu"),
     }
     record.write(tmp_path, fits)

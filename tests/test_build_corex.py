@@ -57,13 +57,13 @@ def test_dry_run_prints_a_line_per_library_and_touches_nothing(sdk, tmp_path):
     assert not out.exists() and not (sdk / "bin" / "calls").exists()
     lines = [shlex.split(line) for line in shown.stdout.splitlines()]
     names = [re.split(r"\.", Path(line[-1]).name)[0] for line in lines]
-    assert names == ["_C", *(f"libpaged_attn_cpu_{isa}" for isa in plan.instruction_sets())]
+    assert names == ["_C", *(f"libpaged_attn_cpu_{isa}" for isa in plan.instruction_sets()), "libpaged_attn_corex"]
     assert all(line[0] == str(sdk / "bin" / "clang++") and "-shared" in line and "-fPIC" in line for line in lines)
     assert "ivcore10" in shown.stderr and "2.1.0+corex.3.2.3" in shown.stderr
 
 
 def test_the_operator_line_has_what_torch_asks_for(sdk):
-    operators, *kernels = [shlex.split(line) for line in run(sdk, "--dry-run").stdout.splitlines()]
+    operators, *kernels, gpu = [shlex.split(line) for line in run(sdk, "--dry-run").stdout.splitlines()]
     torch = sdk / corex.TORCH_IN_SDK
     for flag in (
         "-D_GLIBCXX_USE_CXX11_ABI=0",
@@ -79,6 +79,9 @@ def test_the_operator_line_has_what_torch_asks_for(sdk):
         "-lc10",
     ):
         assert flag in operators, flag
+    assert "-lc10_cuda" in gpu and "-lcudart" in gpu and "--cuda-gpu-arch=ivcore10" in gpu and "-ffp-contract=off" in gpu
+    assert {Path(word).name for word in gpu} >= {"decode.cu", "prefix.cu", "gpu.cpp", "arguments.cpp"}
+    assert not any(Path(word).name == "gpu.cpp" for word in operators)
     for line in kernels:
         assert not [word for word in line if "torch" in word.replace(str(ROOT), "").replace(str(sdk), "")]
         assert set(plan.KERNEL_FLAGS) | set(plan.KERNEL_LINK_FLAGS) <= set(line)
@@ -118,7 +121,11 @@ def test_build_prints_sums_leaves_out_a_refused_set_and_writes_the_record(sdk, t
     assert shown.returncode == 0, shown.stderr
     made = sorted(path for path in out.iterdir() if path.suffix == ".so")
     names = {path.name.split(".")[0] for path in made}
-    assert names == {"_C", *(f"libpaged_attn_cpu_{isa}" for isa in plan.instruction_sets() if isa != "avx512bf16")}
+    assert names == {
+        "_C",
+        *(f"libpaged_attn_cpu_{isa}" for isa in plan.instruction_sets() if isa != "avx512bf16"),
+        "libpaged_attn_corex",
+    }
     expected = hashlib.sha256(b"made").hexdigest()
     sums = [line for line in shown.stdout.splitlines() if line.startswith("sha256 ")]
     assert sorted(sums) == sorted(f"sha256 {expected}  {path}" for path in made)

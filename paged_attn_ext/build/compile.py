@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from . import record
-from .plan import CSRC, KERNEL_LINK_FLAGS, Library, describe, gpu_sources, job_count, make_plan
+from .plan import CSRC, GPU_HOST_FLAGS, KERNEL_LINK_FLAGS, MODULE, Library, describe, gpu_sources, job_count, make_plan
 from .toolchain import Toolchain, detect
 
 PACKAGE = "paged_attn_ext"
@@ -21,11 +21,16 @@ def log(line: str) -> None:
 def extension(library: Library, base: Path | None = None):
     """A setuptools Extension for one library of the plan; sources relative to `base` where given."""
     from setuptools import Extension
-    from torch.utils.cpp_extension import CppExtension
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     include = [str(CSRC)]
     sources = [os.path.relpath(source, base) if base else source for source in library.sources]
     name = f"{PACKAGE}.{library.name}"
+    if library.toolchain != "cpu":
+        device = list(library.flags)
+        # CoreX's build of torch has looked for the device flags under its own compiler's name.
+        flags = {"cxx": list(GPU_HOST_FLAGS), "nvcc": device, "clang++": device}
+        return CUDAExtension(name, sources, include_dirs=include, extra_compile_args=flags)
     if library.links_torch:
         return CppExtension(
             name,
@@ -50,7 +55,7 @@ def make_command(plan: list[Library], toolchain: Toolchain):
     import torch
     from torch.utils.cpp_extension import BuildExtension
 
-    kernels = {library.name for library in plan if not library.links_torch}
+    plain = {library.name for library in plan if library.name != MODULE}
 
     class BuildLibraries(BuildExtension):
         def __init__(self, *args, **kwargs):
@@ -58,12 +63,12 @@ def make_command(plan: list[Library], toolchain: Toolchain):
 
         def get_ext_filename(self, fullname):
             name = fullname.split(".")[-1]
-            if name in kernels:
+            if name in plain:
                 return os.path.join(*fullname.split(".")[:-1], f"{name}.so")
             return super().get_ext_filename(fullname)
 
         def get_export_symbols(self, ext):
-            return ext.export_symbols  # kernel libraries are no Python modules
+            return ext.export_symbols  # only one of the libraries is a Python module
 
         def run(self):
             os.environ["MAX_JOBS"] = str(job_count())
@@ -92,6 +97,8 @@ def setup_arguments(base: Path | None = None) -> dict:
     import torch
 
     toolchain = detect(torch, gpu_sources())
+    if toolchain.root:
+        os.environ["CUDA_HOME"] = toolchain.root  # before torch.utils.cpp_extension is imported and guesses
     plan = make_plan(toolchain, log)
     return {
         "ext_modules": [extension(library, base) for library in plan],

@@ -15,6 +15,7 @@ from .toolchain import Toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
+MODULE = "_C"  # the one library that Python imports
 
 # Infinities carry meaning here (an empty state's maximum is -inf), and -ffast-math under clang drops them: none of these, ever.
 FORBIDDEN_FLAGS = (
@@ -26,6 +27,7 @@ FORBIDDEN_FLAGS = (
     "-funsafe-math-optimizations",
 )
 
+GPU_HOST_FLAGS = ("-O2",)  # for the registration beside the kernels
 OPERATOR_FLAGS = ("-O2", "-fopenmp")  # without -fopenmp ATen/Parallel.h is silently serial
 KERNEL_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off")
 # libstdc++ gives its templates default visibility whatever -fvisibility says, so what is exported is said to the linker.
@@ -97,8 +99,11 @@ def gpu_flags(toolchain: Toolchain) -> tuple[str, ...]:
     """Device compiler flags: nvcc's for cuda, clang++'s for corex (which refuses every flag that is nvcc's alone)."""
     if toolchain.name == "corex":
         archs = tuple(f"--cuda-gpu-arch={arch}" for arch in toolchain.archs)
-        return ("-std=c++17", "-O3", "-fPIC", f"--cuda-path={toolchain.root}", *archs, "--no-cuda-version-check")
-    flags: list[str] = ["-std=c++17", "-O3"]
+        where = (f"--cuda-path={toolchain.root}", *archs, "--no-cuda-version-check")
+        # -Wno-pass-failed: a loop that could not be unrolled is no news.
+        return ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Wno-pass-failed", *where)
+    # One rounding per operation written, as on the CPU: fused multiply-adds are written out where they are wanted.
+    flags: list[str] = ["-std=c++17", "-O3", "-fmad=false"]
     for arch in toolchain.archs:
         number = arch.removesuffix("+PTX").replace(".", "")
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
@@ -111,7 +116,7 @@ def make_plan(toolchain: Toolchain, log=lambda line: None, cxx: str | None = Non
     """Every library of a build; sets that the compiler lacks, by check(flags, cxx), are left out, with a line in the log."""
     cxx = cxx or compiler()
     operators = tuple(source for source in sources("ops/*.cpp") if source != str(GPU_OPERATORS))
-    plan = [Library("_C", operators, OPERATOR_FLAGS, True, "cpu", "torch operators")]
+    plan = [Library(MODULE, operators, OPERATOR_FLAGS, True, "cpu", "torch operators")]
     for isa, flags in instruction_sets().items():
         if not check(flags, cxx):
             log(f"paged_attn_ext: {cxx} does not take {' '.join(flags)}: no kernels for {isa}")

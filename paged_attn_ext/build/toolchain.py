@@ -7,6 +7,7 @@ at build or import.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ def cuda_root(environ=os.environ) -> str | None:
     return None  # CoreX's nvcc is a stub that only prints a version
 
 
+def cuda_version(root: str) -> str | None:
+    """The release of the toolkit in this folder, as its nvcc says it ("13.0"); None where it does not say."""
+    try:
+        shown = subprocess.run([str(Path(root) / "bin" / "nvcc"), "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+\.\d+)", shown.stdout)
+    return found[1] if found else None
+
+
 def detect(torch, gpu_sources: list[str], environ=os.environ) -> Toolchain:
     """The toolchain of this build.
 
@@ -89,6 +100,15 @@ def detect(torch, gpu_sources: list[str], environ=os.environ) -> Toolchain:
         return Toolchain("cpu", None, (), "torch is a CPU build")
     root = cuda_root(environ)
     if root:
+        # Another major version is another runtime library: the two cannot be linked together.
+        version = cuda_version(root)
+        if torch_cuda and version and version.split(".")[0] != torch_cuda.split(".")[0]:
+            reason = f"torch is a build for CUDA {torch_cuda}, and the nvcc of {root} is {version}"
+            if wanted == "cuda":
+                raise RuntimeError(
+                    f"PAGED_ATTN_TOOLCHAIN=cuda, but {reason}: set CUDA_HOME to a toolkit of torch's CUDA version"
+                )
+            return Toolchain("cpu", None, (), reason)
         archs = environ.get("TORCH_CUDA_ARCH_LIST", CUDA_DEFAULT_ARCHS).replace(" ", ";")
         return _if_sources("cuda", root, tuple(a for a in archs.split(";") if a), f"nvcc of {root}", gpu_sources)
     if wanted == "cuda":

@@ -4,9 +4,9 @@
 //   - the lanes of a shuffle's group meet in the same shuffle, and name lanes of the group;
 //   - arrays of shared memory agree between threads, do not overlap, and fit into what the launch asked for;
 //   - packets are aligned.
-// Shared memory is filled with NaN (0xff) before each block. Threads and blocks run in an order permuted by a seed: results that
-// depend on it show a race. Under AddressSanitizer every shared array is an allocation of its own; under ThreadSanitizer every
-// GPU thread is a thread of its own that only barriers synchronise, and blocks are concurrent.
+// Shared memory is filled with NaN (0xff) before each block. Threads and blocks run in an order permuted by a seed: results
+// that depend on it show a race. Under AddressSanitizer every shared array is an allocation of its own; under ThreadSanitizer
+// every GPU thread is a thread of its own that only barriers synchronise, and blocks are concurrent.
 //
 // To add a platform function: in platform.h, beside its twin in csrc/gpu/platform; if threads meet in it, here.
 #pragma once

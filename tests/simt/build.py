@@ -1,4 +1,4 @@
-"""Compile the GPU kernels for the host executor: operators under torch.ops.paged_attn_simt32 and _simt64.
+"""Compile for the host executor: the GPU kernels as operators under torch.ops.paged_attn_simt32 and _simt64, and planted bugs.
 
 Into build/simt/ of the checkout, by ninja, so only what changed is compiled again; under a lock, since pytest's workers
 come at the same time.
@@ -99,7 +99,17 @@ def library(lanes: int, sanitizer: str | None = None) -> Path:
     objects += [(CSRC / "ops" / f"{name}.cpp", operators) for name in ("schema", "arguments", "gpu")]
     objects.append((TESTS / "simt" / "executor.cpp", executor_flags(sanitizer)))
     libraries = library_paths()
-    link = ["-shared", *SANITIZER_FLAGS[sanitizer], *(f"-L{path}" for path in libraries)]
+    link = ["-shared", "-pthread", *SANITIZER_FLAGS[sanitizer], *(f"-L{path}" for path in libraries)]
     link += [*(f"-Wl,-rpath,{path}" for path in libraries), "-ltorch", "-ltorch_cpu", "-lc10"]
     name = f"simt{lanes}" + (f"-{sanitizer}" if sanitizer else "")
     return build(objects, FOLDER / name, FOLDER / f"libpaged_attn_{name}.so", link)
+
+
+def planted(lanes: int, sanitizer: str | None = None, ucontext: bool = False) -> Path:
+    """The executable of tests/simt/planted. `ucontext`: with the portable switch between fibers."""
+    switch = ["-DPAGED_ATTN_SIMT_UCONTEXT"] if ucontext else []
+    kernels = [*KERNEL_FLAGS, *defines(lanes), *SANITIZER_FLAGS[sanitizer]]
+    objects = [(source, kernels) for source in sorted((TESTS / "simt" / "planted").glob("*.cpp"))]
+    objects.append((TESTS / "simt" / "executor.cpp", [*executor_flags(sanitizer), *switch]))
+    name = f"planted{lanes}" + (f"-{sanitizer}" if sanitizer else "") + ("-ucontext" if ucontext else "")
+    return build(objects, FOLDER / name, FOLDER / name / "planted", ["-pthread", *SANITIZER_FLAGS[sanitizer]])

@@ -1,5 +1,5 @@
-// A GPU thread's own stack and the switch to it and back. On x86-64 by hand, ten times as fast as ucontext, which saves the signal
-// mask by a system call; ucontext elsewhere. The sanitizers are told of every switch.
+// A GPU thread's own stack and the switch to it and back. On x86-64 by hand, ten times as fast as ucontext, which saves the
+// signal mask by a system call; ucontext elsewhere. The sanitizers are told of every switch.
 #pragma once
 
 #include <sys/mman.h>
@@ -8,8 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <vector>
 
-#if !defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PAGED_ATTN_SIMT_UCONTEXT)
+#define PA_SIMT_SWITCH 1
+#else
 #include <ucontext.h>
 #endif
 
@@ -70,7 +73,7 @@ class Stack {
   size_t page_;
 };
 
-#if defined(__x86_64__)
+#if defined(PA_SIMT_SWITCH)
 // Saves the callee-saved registers and the stack pointer, and continues where `to` was saved.
 extern "C" void paged_attn_simt_switch(void** from, void* to);
 #endif
@@ -84,7 +87,7 @@ class Fiber {
 #if defined(PA_SIMT_ASAN)
     __asan_unpoison_memory_region(stack.bottom(), kStackBytes);
 #endif
-#if defined(__x86_64__)
+#if defined(PA_SIMT_SWITCH)
     void** top = reinterpret_cast<void**>(stack.top()) - 2;
     *top = reinterpret_cast<void*>(entry);  // the first switch returns into it, at a stack aligned as after a call
     context_ = top - kSavedRegisters;
@@ -101,17 +104,22 @@ class Fiber {
   }
 
   void adopt_main() {
+    bottom_ = nullptr;  // another OS thread's, perhaps
+#if defined(PA_SIMT_ASAN)
+    main_size_ = 0;
+#endif
 #if defined(PA_SIMT_TSAN)
     tsan_ = __tsan_get_current_fiber();
 #endif
   }
 
-  void release() {
 #if defined(PA_SIMT_TSAN)
-    if (tsan_) __tsan_destroy_fiber(tsan_);
+  // Hands its ThreadSanitizer fiber on, to be destroyed.
+  void retire(std::vector<void*>& retired) {
+    retired.push_back(tsan_);
     tsan_ = nullptr;
-#endif
   }
+#endif
 
   // Leaves this one, on which the caller runs, for `to`; comes back when somebody switches to it. `last`: never.
   void switch_to(Fiber& to, bool last = false) {
@@ -123,7 +131,7 @@ class Fiber {
 #if defined(PA_SIMT_TSAN)
     __tsan_switch_to_fiber(to.tsan_, __tsan_switch_to_fiber_no_sync);
 #endif
-#if defined(__x86_64__)
+#if defined(PA_SIMT_SWITCH)
     paged_attn_simt_switch(&context_, to.context_);
 #else
     swapcontext(&context_, &to.context_);
@@ -153,7 +161,7 @@ class Fiber {
   size_t size() const { return main_size_ ? main_size_ : kStackBytes; }
   size_t main_size_ = 0;
 #endif
-#if defined(__x86_64__)
+#if defined(PA_SIMT_SWITCH)
   static constexpr int kSavedRegisters = 6;
   void* context_ = nullptr;
 #else

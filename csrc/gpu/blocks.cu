@@ -1,8 +1,8 @@
 // copy_blocks, pack_blocks, scatter_blocks: whole cache blocks, moved as bytes.
 //
-// Of two that go to one block the later stays, and copy_blocks reads every source as it was before the call. Both rules are kept
-// without a look at the ids on the host: a table on the device notes the last entry that writes each block. An entry that is not
-// the last for its block is left out, and a source that some entry overwrites goes through scratch first.
+// Of two that go to one block the later stays, and copy_blocks reads every source as it was before the call. Both rules are
+// kept without a look at the ids on the host: a table on the device notes the last entry that writes each block. An entry that
+// is not the last for its block is left out, and a source that some entry overwrites goes through scratch first.
 
 #include <algorithm>
 
@@ -20,14 +20,14 @@ constexpr int kCachesPerLaunch = 64;
 constexpr int64_t kMaxScratchBytes = int64_t(64) << 20;
 
 // writers[b]: 1 + the last entry that writes block b; 0: none.
-PA_KERNEL(kCopyThreads) clear_writers(int* writers, int64_t num_blocks) {
+PA_KERNEL(kCopyThreads, 1) clear_writers(int* writers, int64_t num_blocks) {
   for (int64_t i = platform::block_index() * kCopyThreads + platform::thread_index(); i < num_blocks;
        i += platform::num_blocks() * kCopyThreads) {
     writers[i] = 0;
   }
 }
 
-PA_KERNEL(kCopyThreads) mark_writers(int* writers, int64_t num_blocks, const IndexArray ids, int64_t num_ids) {
+PA_KERNEL(kCopyThreads, 1) mark_writers(int* writers, int64_t num_blocks, const IndexArray ids, int64_t num_ids) {
   for (int64_t i = platform::block_index() * kCopyThreads + platform::thread_index(); i < num_ids;
        i += platform::num_blocks() * kCopyThreads) {
     const int64_t block = ids(i);
@@ -56,7 +56,7 @@ struct CopyLaunch {
 };
 
 // `save`: sources that the call overwrites, to scratch. Otherwise: everything to its place.
-PA_KERNEL(kCopyThreads) copy_kernel(const CopyLaunch launch, bool save) {
+PA_KERNEL(kCopyThreads, 1) copy_kernel(const CopyLaunch launch, bool save) {
   for (int64_t item = platform::block_index(); item < launch.num_pairs * launch.num_caches; item += platform::num_blocks()) {
     const int64_t pair = item / launch.num_caches;
     const CacheBlocks& cache = launch.caches[item % launch.num_caches];
@@ -105,14 +105,15 @@ struct TransferLaunch {
 };
 
 template <bool kScatter>
-PA_KERNEL(kCopyThreads) transfer_kernel(const TransferLaunch launch) {
+PA_KERNEL(kCopyThreads, 1)
+transfer_kernel(const TransferLaunch launch) {
   const BlockTransfer& transfer = launch.transfer;
   for (int64_t item = platform::block_index(); item < transfer.num_ids * launch.num_caches; item += platform::num_blocks()) {
     const int64_t i = item / launch.num_caches;
     const BlockArray& cache = launch.caches[item % launch.num_caches];
     const int64_t block = transfer.block_ids(i);
-    char* entry = transfer.buffer +
-                  (i * transfer.num_caches + launch.first_cache + item % launch.num_caches) * transfer.block_bytes;
+    char* entry =
+        transfer.buffer + (i * transfer.num_caches + launch.first_cache + item % launch.num_caches) * transfer.block_bytes;
     if (block < 0 || block >= transfer.num_blocks) {
       const Operator op = kScatter ? Operator::kScatterBlocks : Operator::kPackBlocks;
       if (platform::thread_index() == 0) report(launch.status, op, Reason::kBlock, i);
@@ -137,8 +138,8 @@ void launch_transfer(const char* name, const BlockTransfer& transfer, const int*
     launch.transfer.caches = nullptr;  // the host's; what the launch serves is in `caches`
     launch.writers = writers;
     launch.status = queue.status;
-    platform::launch(name, transfer_kernel<kScatter>,
-                     {grid_blocks(transfer.num_ids * launch.num_caches, 1), kCopyThreads, 0}, queue.stream, launch);
+    platform::launch(name, transfer_kernel<kScatter>, {grid_blocks(transfer.num_ids * launch.num_caches, 1), kCopyThreads, 0},
+                     queue.stream, launch);
   }
 }
 

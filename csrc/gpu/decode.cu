@@ -31,7 +31,7 @@ PA_DEVICE float merge_output(float so_far, const MergeFactors<float>& factors, f
 }
 
 template <typename T, int kHeadSize>
-PA_KERNEL(DecodePolicy<kHeadSize>::kThreads)
+PA_KERNEL(DecodePolicy<kHeadSize>::kThreads, kDecodeBlocks)
 decode_kernel(const DecodeLaunch launch) {
   const DecodeParams& params = launch.params;
   const bool output_in_shared = !launch.split && !launch.running;
@@ -94,7 +94,7 @@ constexpr int kReduceThreads = 128;
 
 // v2's states, merged in ascending order: a warp per row and per kWarpLanes dims of it. The factors of kWarpLanes partitions
 // are found at once, by a running maximum over the lanes, and handed round by shuffles while o is summed in order.
-PA_KERNEL(kReduceThreads) decode_reduce(const DecodeLaunch launch) {
+PA_KERNEL(kReduceThreads, 1) decode_reduce(const DecodeLaunch launch) {
   const DecodeParams& params = launch.params;
   const PartitionStates& states = params.states;
   const int lane = platform::thread_index() % kWarpLanes;

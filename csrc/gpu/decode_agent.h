@@ -59,7 +59,7 @@ class DecodeAgent {
   static constexpr int kTeam = 16 / platform::kLoadBytes;  // lanes that share a token's groups
   static constexpr int kTokens = int(kPartitionTokens);
   // Loads of K in flight per lane; more of them need registers that fewer blocks on the card would pay for.
-  static constexpr int kUnrolledGroups = kPacket <= 8 ? 4 : 2;
+  static constexpr int kUnrolledGroups = kPacket == 8 ? 4 : kPacket == 16 ? 1 : 2;
 
  public:
   PA_DEVICE DecodeAgent(const DecodeLaunch& launch, const DecodeShared& shared)

@@ -10,6 +10,10 @@ constexpr int kHeadBlock = 8;
 
 constexpr int kMaxDecodeThreads = 256;
 
+// Two blocks per processor hide each other's barriers: 128 registers per thread, which the loops below fit into unrolled as
+// they are.
+constexpr int kDecodeBlocks = 2;
+
 // Lanes that share a row (one dim) of V: 32 bytes of it, a memory sector, between them.
 constexpr int kRowLanes = 32 / platform::kLoadBytes;
 

@@ -1,5 +1,5 @@
-// gather_blocks: the tokens of a cache's blocks as rows. A block of threads moves a tile of tokens x dims through shared memory:
-// read in the cache's order, written in the rows'.
+// gather_blocks: the tokens of a cache's blocks as rows. A block of threads moves a tile of tokens x dims through shared
+// memory: read in the cache's order, written in the rows'.
 
 #include "gpu/grid.h"
 #include "gpu/kernels.h"
@@ -62,7 +62,8 @@ PA_DEVICE void store_tile(const TokenTensor& to, ElementType cache_type, int64_t
 }
 
 template <typename T>
-PA_KERNEL(kThreads) gather_kernel(const GatherLaunch launch) {
+PA_KERNEL(kThreads, 1)
+gather_kernel(const GatherLaunch launch) {
   const GatherParams& params = launch.params;
   T* stage = platform::shared_array<T>(0, kTileTokens * kTileStride);
   const int64_t tiles = launch.entries * launch.token_tiles * params.num_kv_heads * launch.dim_tiles;

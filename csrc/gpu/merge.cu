@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 128;
 
 // A warp per (token, head), its lanes over the dims; grid-stride, so any number of rows.
-PA_KERNEL(kThreads) merge_kernel(const MergeParams params) {
+PA_KERNEL(kThreads, 1) merge_kernel(const MergeParams params) {
   constexpr int kRowsPerBlock = kThreads / platform::kWarpLanes;
   const int lane = platform::thread_index() % platform::kWarpLanes;
   const int warp = platform::thread_index() / platform::kWarpLanes;

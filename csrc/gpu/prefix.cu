@@ -10,7 +10,7 @@ namespace paged_attn::gpu {
 namespace {
 
 template <typename T, int kValueChunks>
-PA_KERNEL(kPrefixThreads)
+PA_KERNEL(kPrefixThreads, 1)
 prefix_kernel(const PrefixLaunch launch) {
   PrefixAgent<T, kValueChunks> agent(launch, PrefixShared());
   const int64_t heads = launch.params.num_seqs * launch.params.num_kv_heads;

@@ -213,6 +213,7 @@ class PrefixAgent {
 
   // q and k of dims [dim, dim + kStageDims), as [dim][row] and [dim][key].
   PA_DEVICE void stage_dims(int64_t dim, float* queries, float* keys) {
+#pragma unroll 1
     for (int i = thread_; i < kTileRows * kStageDims; i += kThreads) {
       const int r = i / kStageDims, d = i % kStageDims;
       const bool exists = query_at_[r] != kNoRow && dim + d < params_.key_size;
@@ -220,6 +221,7 @@ class PrefixAgent {
     }
     if (any_cached_) {
       const T* cache = static_cast<const T*>(params_.key_cache.data);
+#pragma unroll 1
       for (int i = thread_; i < kTileKeys * (kStageDims / kPacket); i += kThreads) {
         const int k = i % kTileKeys, d = i / kTileKeys * kPacket;
         if (source_[k] == kFresh) continue;
@@ -240,6 +242,7 @@ class PrefixAgent {
       }
     }
     if (any_fresh_) {
+#pragma unroll 1
       for (int i = thread_; i < kTileKeys * kStageDims; i += kThreads) {
         const int k = i / kStageDims, d = i % kStageDims;
         const bool exists = source_[k] == kFresh && dim + d < params_.key_size;
@@ -329,6 +332,7 @@ class PrefixAgent {
       const T* cache = static_cast<const T*>(params_.value_cache.data);
       const float scale = params_.value_scale(kv_head_);
       constexpr int kPackets = kTileKeys / kPacket;
+#pragma unroll 1
       for (int i = thread_; i < kValueDims * kPackets; i += kThreads) {
         const int k = i % kPackets * kPacket, d = i / kPackets;
         const int64_t at = params_.value_cache.dim_offset(dim + d);
@@ -354,6 +358,7 @@ class PrefixAgent {
       }
     }
     if (any_fresh_) {
+#pragma unroll 1
       for (int i = thread_; i < kTileKeys * kValueDims; i += kThreads) {
         const int k = i / kValueDims, d = i % kValueDims;
         const bool exists = source_[k] == kFresh && dim + d < params_.value_size;

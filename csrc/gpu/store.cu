@@ -31,7 +31,7 @@ PA_DEVICE void store_element(const TokenTensor& from, int64_t token, const Cache
 // A thread per (token, KV head, dim), dims fastest: K and V are read in whole sectors; K is written in runs of x, V, whose
 // neighbouring dims lie a block apart, element by element.
 template <typename From, typename To>
-PA_KERNEL(kThreads)
+PA_KERNEL(kThreads, 1)
 store_kernel(const StoreParams params, int* status) {
   const int64_t dims = params.key_size > params.value_size ? params.key_size : params.value_size;
   const int64_t items = params.num_slots * params.num_kv_heads * dims;

@@ -9,7 +9,7 @@
 
 #define PA_DEVICE inline
 #define PA_DEVICE_VARIABLE
-#define PA_KERNEL(max_threads) void
+#define PA_KERNEL(max_threads, min_blocks) void
 
 namespace paged_attn::gpu::platform {
 
@@ -83,8 +83,7 @@ PA_DEVICE void set_if_zero(int* word, int value) {
 
 PA_DEVICE void raise_to(int* word, int value) {
   int seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
+  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 
 // The host half.

@@ -6,7 +6,7 @@
 
 #define PA_DEVICE __device__ __forceinline__
 #define PA_DEVICE_VARIABLE __device__
-#define PA_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
+#define PA_KERNEL(max_threads, min_blocks) __global__ void __launch_bounds__(max_threads, min_blocks)
 
 namespace paged_attn::gpu::platform {
 

@@ -2,15 +2,16 @@
 // warps of kWarpLanes lanes, and uses no intrinsic and no number that belongs to a card.
 //
 // Each platform header defines, in namespace paged_attn::gpu::platform, on the device:
-//   PA_DEVICE, PA_KERNEL(max_threads), PA_DEVICE_VARIABLE
-//                                       qualifiers of a device function, a kernel entry point, and a variable in device memory
+//   PA_DEVICE, PA_KERNEL(max_threads, min_blocks), PA_DEVICE_VARIABLE
+//                                       qualifiers of a device function, a kernel entry point (min_blocks: how many of
+//                                       them a processor has to have registers for), and a variable in device memory
 //   kWarpLanes                          lanes that run together
 //   kLoadBytes                          what a lane loads at once from a cache where kernels stream: 16 or 4
 //   thread_index(), block_index(), num_blocks()
 //   block_barrier()                     every thread of the block reaches it; orders shared memory
 //   shuffle_xor<Width>(value, mask), shuffle_up<Width>(value, distance), shuffle<Width>(value, lane)
 //                                       float or int32_t; Width lanes form a group, a power of two up to kWarpLanes; all lanes
-//                                       of the group take part; no warp-level barrier exists here: lanes of a warp hand data
+//                                       of the warp take part; no warp-level barrier exists here: lanes of a warp hand data
 //                                       over through shuffles, or through shared memory and block_barrier()
 //   shared_array<T>(offset, count)      `count` elements of the block's dynamic shared memory, `offset` bytes into it; arrays
 //   at

@@ -10,7 +10,7 @@ bool all_equal(const std::vector<float>& values, float expected) {
   return true;
 }
 
-PA_KERNEL(kThreads) missing_barrier_kernel(float* out, bool bug) {
+PA_KERNEL(kThreads, 1) missing_barrier_kernel(float* out, bool bug) {
   const int thread = platform::thread_index();
   float* shared = platform::shared_array<float>(0, kThreads);
   shared[thread] = 1.0f;
@@ -24,7 +24,7 @@ PLANTED(missing_barrier) {
 }
 
 // What a kernel does that sums twice over one buffer: the second round may overwrite what slow threads have yet to read.
-PA_KERNEL(kThreads) reused_buffer_kernel(float* out, bool bug) {
+PA_KERNEL(kThreads, 1) reused_buffer_kernel(float* out, bool bug) {
   const int thread = platform::thread_index();
   const int warp = thread / kWarpLanes;
   constexpr int kWarps = kThreads / kWarpLanes;
@@ -46,7 +46,7 @@ PLANTED(reused_buffer) {
   return bug || all_equal(out, 3.0f * kThreads);
 }
 
-PA_KERNEL(kThreads) divergent_barrier_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) divergent_barrier_kernel(bool bug) {
   if (!bug || platform::thread_index() < kThreads / 2) platform::block_barrier();
   platform::shuffle_xor<2>(0, 1);
 }
@@ -55,7 +55,7 @@ PLANTED(divergent_barrier) {
   return true;
 }
 
-PA_KERNEL(kThreads) early_return_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) early_return_kernel(bool bug) {
   if (bug && platform::thread_index() == 5) return;
   platform::block_barrier();
 }
@@ -64,7 +64,7 @@ PLANTED(early_return) {
   return true;
 }
 
-PA_KERNEL(kThreads) different_barriers_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) different_barriers_kernel(bool bug) {
   if (bug && platform::thread_index() < kThreads / 2) {
     platform::block_barrier();
   } else {

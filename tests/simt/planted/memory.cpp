@@ -3,7 +3,7 @@
 namespace planted {
 namespace {
 
-PA_KERNEL(kThreads) shared_out_of_range_kernel(float* out, bool bug) {
+PA_KERNEL(kThreads, 1) shared_out_of_range_kernel(float* out, bool bug) {
   const int thread = platform::thread_index();
   float* first = platform::shared_array<float>(0, kThreads);
   float* second = platform::shared_array<float>(kFloats, kThreads);
@@ -17,14 +17,16 @@ PLANTED(shared_out_of_range) {
   return true;
 }
 
-PA_KERNEL(kThreads) global_out_of_range_kernel(float* out, bool bug) { out[platform::thread_index() + (bug ? 1 : 0)] = 1.0f; }
+PA_KERNEL(kThreads, 1) global_out_of_range_kernel(float* out, bool bug) {
+  out[platform::thread_index() + (bug ? 1 : 0)] = 1.0f;
+}
 PLANTED(global_out_of_range) {
   std::vector<float> out(kThreads);
   launch(global_out_of_range_kernel, 1, 0, out.data(), bug);
   return true;
 }
 
-PA_KERNEL(kThreads) local_out_of_range_kernel(float* out, int end) {
+PA_KERNEL(kThreads, 1) local_out_of_range_kernel(float* out, int end) {
   float values[4] = {1.0f, 2.0f, 3.0f, 4.0f};
   for (int i = 0; i < 4; ++i) values[i] = platform::shuffle_xor<2>(values[i], 1);  // other threads run in between
   float sum = 0.0f;
@@ -37,7 +39,7 @@ PLANTED(local_out_of_range) {
   return bug || out[0] == 10.0f;
 }
 
-PA_KERNEL(kThreads) overlapping_arrays_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) overlapping_arrays_kernel(bool bug) {
   platform::shared_array<float>(0, kThreads)[platform::thread_index()] = 1.0f;
   platform::shared_array<float>(bug ? kFloats - 16 : kFloats, kThreads)[platform::thread_index()] = 1.0f;
 }
@@ -46,7 +48,7 @@ PLANTED(overlapping_arrays) {
   return true;
 }
 
-PA_KERNEL(kThreads) disagreeing_counts_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) disagreeing_counts_kernel(bool bug) {
   platform::shared_array<float>(0, bug && platform::thread_index() == 7 ? kThreads - 1 : kThreads);
 }
 PLANTED(disagreeing_counts) {
@@ -54,14 +56,14 @@ PLANTED(disagreeing_counts) {
   return true;
 }
 
-PA_KERNEL(kThreads) array_beyond_launch_kernel(bool bug) { platform::shared_array<float>(0, kThreads + (bug ? 1 : 0)); }
+PA_KERNEL(kThreads, 1) array_beyond_launch_kernel(bool bug) { platform::shared_array<float>(0, kThreads + (bug ? 1 : 0)); }
 PLANTED(array_beyond_launch) {
   launch(array_beyond_launch_kernel, 1, kFloats, bug);
   return true;
 }
 
 // In the second block too: nothing is left there of the first.
-PA_KERNEL(kThreads) unwritten_shared_kernel(float* out, bool bug) {
+PA_KERNEL(kThreads, 1) unwritten_shared_kernel(float* out, bool bug) {
   float* shared = platform::shared_array<float>(0, kThreads);
   if (!bug || platform::thread_index() != 9 || platform::block_index() == 0) shared[platform::thread_index()] = 1.0f;
   platform::block_barrier();
@@ -77,7 +79,7 @@ PLANTED(unwritten_shared) {
   return wrong == 0;
 }
 
-PA_KERNEL(kThreads) one_address_kernel(int* out, bool bug, bool barrier) {
+PA_KERNEL(kThreads, 1) one_address_kernel(int* out, bool bug, bool barrier) {
   if (barrier) platform::block_barrier();
   if (platform::thread_index() == 0) out[bug ? 0 : platform::block_index()] = 1;
 }
@@ -91,7 +93,7 @@ PLANTED(blocks_write_one_address) { return one_address(bug, false); }
 PLANTED(blocks_write_one_address_after_a_barrier) { return one_address(bug, true); }
 
 // Atomic operations are no race, and order nothing else.
-PA_KERNEL(kThreads) atomics_kernel(int* word, int* data, bool bug) {
+PA_KERNEL(kThreads, 1) atomics_kernel(int* word, int* data, bool bug) {
   if (platform::thread_index() != 0) return;
   if (bug) data[0] = 1;
   platform::set_if_zero(word, 7);
@@ -103,7 +105,7 @@ PLANTED(atomics) {
 }
 
 // Launches are ordered: each reads what the one before wrote, by other threads, and the host reads it in the end.
-PA_KERNEL(kThreads) next_kernel(const float* from, float* to) {
+PA_KERNEL(kThreads, 1) next_kernel(const float* from, float* to) {
   const int64_t i = platform::block_index() * kThreads + platform::thread_index();
   to[i] = from[platform::num_blocks() * kThreads - 1 - i] + 1.0f;
 }
@@ -116,8 +118,8 @@ PLANTED(launches_in_order) {
   return a[3] == 6.0f;
 }
 
-PA_KERNEL(kThreads) misaligned_load_kernel(const char* data, int64_t offset) { platform::load<16>(data + offset); }
-PA_KERNEL(kThreads) misaligned_store_kernel(char* data, int64_t offset) {
+PA_KERNEL(kThreads, 1) misaligned_load_kernel(const char* data, int64_t offset) { platform::load<16>(data + offset); }
+PA_KERNEL(kThreads, 1) misaligned_store_kernel(char* data, int64_t offset) {
   if (platform::thread_index() == 0) platform::store<8>(data + offset, paged_attn::gpu::Packet<8>{});
 }
 alignas(16) char bytes[32];
@@ -135,14 +137,14 @@ int depth_of(int depth) {
   frame[0] = char(depth);
   return depth == 0 ? 0 : depth_of(depth - 1) + 1 + (frame[0] - char(depth));
 }
-PA_KERNEL(kThreads) stack_overflow_kernel(int* out, int depth) { out[platform::thread_index()] = depth_of(depth); }
+PA_KERNEL(kThreads, 1) stack_overflow_kernel(int* out, int depth) { out[platform::thread_index()] = depth_of(depth); }
 PLANTED(stack_overflow) {
   std::vector<int> out(kThreads);
   launch(stack_overflow_kernel, 1, 0, out.data(), bug ? 1 << 20 : 8);
   return bug || out[0] == 8;
 }
 
-PA_KERNEL(kThreads) nothing_kernel() {}
+PA_KERNEL(kThreads, 1) nothing_kernel() {}
 bool launch_nothing(int threads, int64_t shared_bytes) {
   platform::launch("nothing", nothing_kernel, {1, threads, shared_bytes}, platform::Stream{});
   return true;

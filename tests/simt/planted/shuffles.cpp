@@ -6,22 +6,22 @@
 namespace planted {
 namespace {
 
-PA_KERNEL(kThreads) outside_width_kernel(bool bug) { platform::shuffle<8>(1.0f, bug ? 8 : 7); }
+PA_KERNEL(kThreads, 1) outside_width_kernel(bool bug) { platform::shuffle<8>(1.0f, bug ? 8 : 7); }
 PLANTED(lane_outside_width) {
   launch(outside_width_kernel, 1, 0, bug);
   return true;
 }
-PA_KERNEL(kThreads) negative_lane_kernel(bool bug) { platform::shuffle<8>(1.0f, bug ? -1 : 0); }
+PA_KERNEL(kThreads, 1) negative_lane_kernel(bool bug) { platform::shuffle<8>(1.0f, bug ? -1 : 0); }
 PLANTED(negative_lane) {
   launch(negative_lane_kernel, 1, 0, bug);
   return true;
 }
-PA_KERNEL(kThreads) mask_kernel(bool bug) { platform::shuffle_xor<8>(1.0f, bug ? 8 : 4); }
+PA_KERNEL(kThreads, 1) mask_kernel(bool bug) { platform::shuffle_xor<8>(1.0f, bug ? 8 : 4); }
 PLANTED(mask_outside_width) {
   launch(mask_kernel, 1, 0, bug);
   return true;
 }
-PA_KERNEL(kThreads) missing_lane_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) missing_lane_kernel(bool bug) {
   if (bug && platform::thread_index() == 5) return;
   platform::shuffle_xor<8>(1.0f, 1);
 }
@@ -29,7 +29,7 @@ PLANTED(missing_lane) {
   launch(missing_lane_kernel, 1, 0, bug);
   return true;
 }
-PA_KERNEL(kThreads) two_shuffles_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) two_shuffles_kernel(bool bug) {
   if (bug && platform::thread_index() % 2) {
     platform::shuffle_xor<8>(1.0f, 1);
   } else {
@@ -40,7 +40,7 @@ PLANTED(two_shuffles) {
   launch(two_shuffles_kernel, 1, 0, bug);
   return true;
 }
-PA_KERNEL(kThreads) barrier_for_shuffle_kernel(bool bug) {
+PA_KERNEL(kThreads, 1) barrier_for_shuffle_kernel(bool bug) {
   if (bug && platform::thread_index() == 5) platform::block_barrier();
   platform::shuffle_xor<8>(1.0f, 1);
   if (!bug || platform::thread_index() != 5) platform::block_barrier();
@@ -50,7 +50,7 @@ PLANTED(barrier_for_shuffle) {
   return true;
 }
 // Groups of one warp are apart: each goes as many rounds as it has to.
-PA_KERNEL(kThreads) groups_kernel(int* out) {
+PA_KERNEL(kThreads, 1) groups_kernel(int* out) {
   const int thread = platform::thread_index();
   int sum = 0;
   for (int round = 0; round < thread / 4; ++round) sum += platform::shuffle<4>(thread, 3);
@@ -67,7 +67,7 @@ PLANTED(independent_groups) {
 
 // What CUDA C++ Programming Guide, "Warp Shuffle Functions", says of each; the lane argument differs from lane to lane.
 template <int Width>
-PA_KERNEL(kThreads)
+PA_KERNEL(kThreads, 1)
 values_kernel(int* out) {
   const int thread = platform::thread_index();
   const int lane = thread % Width;
@@ -98,7 +98,7 @@ bool values_right() {
 PLANTED(shuffle_values) { return values_right<2>(); }
 
 // The order in which threads and blocks run, which no kernel may ask for; printed, so that seeds can be compared.
-PA_KERNEL(kThreads) order_kernel(int* count, int* order) {
+PA_KERNEL(kThreads, 1) order_kernel(int* count, int* order) {
   platform::block_barrier();
   order[(*count)++] = int(platform::block_index()) * kThreads + platform::thread_index();
 }
@@ -110,7 +110,7 @@ PLANTED(order) {
 }
 
 // A sum over a block as kernels do it, over inexact values: its bits are printed.
-PA_KERNEL(kThreads) sum_kernel(float* out) {
+PA_KERNEL(kThreads, 1) sum_kernel(float* out) {
   const int thread = platform::thread_index();
   constexpr int kWarps = kThreads / kWarpLanes;
   float* shared = platform::shared_array<float>(0, kWarps);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kRounds = 16;
 
-PA_KERNEL(kThreads) decode_like_kernel(float* out) {
+PA_KERNEL(kThreads, 1) decode_like_kernel(float* out) {
   const int thread = platform::thread_index();
   float* shared = platform::shared_array<float>(0, kThreads);
   float sum = 0.0f;

@@ -42,9 +42,10 @@ ADDRESS = {
 # By file of the accesses.
 RACES = {
     "missing_barrier": "barriers.cpp",
+    "missing_second_barrier": "barriers.cpp",
     "reused_buffer": "barriers.cpp",
     "blocks_write_one_address": "memory.cpp",
-    "blocks_write_one_address_after_a_barrier": "memory.cpp",
+    "blocks_write_one_address_between_barriers": "memory.cpp",
     "atomics": "memory.cpp",
 }
 # Nothing planted: `good` has to be right, under every sanitizer.
@@ -126,6 +127,7 @@ def test_order_follows_from_the_seed(lanes):
     assert all(sorted(map(int, one)) == list(range(256)) for one in orders)
     assert len({tuple(one) for one in orders}) == 6
     assert len({int(one[0]) // 128 for one in orders}) == 2  # either block comes first
+    assert all(sum(int(b) == int(a) + 1 for a, b in zip(one, one[1:], strict=False)) < 64 for one in orders)  # no rotation
 
 
 @pytest.mark.parametrize("lanes", LANES)

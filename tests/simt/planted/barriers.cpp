@@ -46,6 +46,24 @@ PLANTED(reused_buffer) {
   return bug || all_equal(out, 3.0f * kThreads);
 }
 
+// Without a meeting between the read and the write, a thread is at the next barrier before another has left the last one.
+PA_KERNEL(kThreads, 1) missing_second_barrier_kernel(float* out, bool bug) {
+  const int thread = platform::thread_index();
+  float* shared = platform::shared_array<float>(0, kThreads);
+  shared[thread] = 1.0f;
+  platform::block_barrier();
+  const float first = shared[kThreads - 1 - thread];
+  if (!bug) platform::block_barrier();
+  shared[thread] = 2.0f;
+  platform::block_barrier();
+  out[thread] = first + shared[kThreads - 1 - thread];
+}
+PLANTED(missing_second_barrier) {
+  std::vector<float> out(kThreads);
+  launch(missing_second_barrier_kernel, 1, kFloats, out.data(), bug);
+  return bug || all_equal(out, 3.0f);
+}
+
 PA_KERNEL(kThreads, 1) divergent_barrier_kernel(bool bug) {
   if (!bug || platform::thread_index() < kThreads / 2) platform::block_barrier();
   platform::shuffle_xor<2>(0, 1);

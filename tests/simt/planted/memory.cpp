@@ -79,18 +79,19 @@ PLANTED(unwritten_shared) {
   return wrong == 0;
 }
 
-PA_KERNEL(kThreads, 1) one_address_kernel(int* out, bool bug, bool barrier) {
-  if (barrier) platform::block_barrier();
+PA_KERNEL(kThreads, 1) one_address_kernel(int* out, bool bug, bool barriers) {
+  for (int i = 0; barriers && i < 2; ++i) platform::block_barrier();
   if (platform::thread_index() == 0) out[bug ? 0 : platform::block_index()] = 1;
+  if (barriers) platform::block_barrier();
 }
-bool one_address(bool bug, bool barrier) {
+bool one_address(bool bug, bool barriers) {
   std::vector<int> out(3);
-  launch(one_address_kernel, 3, 0, out.data(), bug, barrier);
+  launch(one_address_kernel, 3, 0, out.data(), bug, barriers);
   return bug || out == std::vector<int>{1, 1, 1};
 }
 PLANTED(blocks_write_one_address) { return one_address(bug, false); }
-// A barrier orders the threads of its own block only.
-PLANTED(blocks_write_one_address_after_a_barrier) { return one_address(bug, true); }
+// Barriers order the threads of their own block only.
+PLANTED(blocks_write_one_address_between_barriers) { return one_address(bug, true); }
 
 // Atomic operations are no race, and order nothing else.
 PA_KERNEL(kThreads, 1) atomics_kernel(int* word, int* data, bool bug) {

@@ -4,9 +4,9 @@ cpu-*: the CPU kernels, per instruction set. pytorch: the fallbacks. simt32, sim
 (simt/), with 32 and 64 lanes per warp; PAGED_ATTN_SIMT_SANITIZER=address or thread compiles those for a sanitizer.
 
 A test that takes `backend` runs on the first native variant, on `pytorch`, and on a fixed sample of the others; marked
-`every_backend`, or with --all-backends, on all. `needs("op", ...)` keeps it to variants with these operators, `native` to
-those that promise equal bits, `cpu_only` to those on the CPU, which refuse wrong values before anything runs and store in
-order. `heavy` tests meet the executor with --all-backends alone.
+`every_backend`, on all but the executor, which sees half of those; with --all-backends, on all. `needs("op", ...)` keeps
+it to variants with these operators, `native` to those that promise equal bits, `cpu_only` to those on the CPU, which refuse
+wrong values before anything runs and store in order. `heavy` tests meet the executor with --all-backends alone.
 """
 
 from __future__ import annotations
@@ -76,10 +76,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         callspec = getattr(item, "callspec", None)
         variant = callspec.params.get("backend") if callspec else None
-        always = variant is None or variant in (VARIANTS[0], VARIANTS[-1]) or item.get_closest_marker("every_backend")
-        if variant and variant.lanes and item.get_closest_marker("heavy"):
-            continue
-        if always or hashlib.sha256(item.nodeid.encode()).digest()[0] % SAMPLE == 0:
+        digest = hashlib.sha256(item.nodeid.encode()).digest()[0]
+        every = item.get_closest_marker("every_backend") is not None
+        if variant and variant.lanes:  # slow, and two of a kind: one of them is enough for most
+            heavy = item.get_closest_marker("heavy") is not None
+            keep = not heavy and digest % (2 if every else SAMPLE) == 0
+        else:
+            keep = every or variant in (None, VARIANTS[0], VARIANTS[-1]) or digest % SAMPLE == 0
+        if keep:
             kept.append(item)
     items[:] = kept
 

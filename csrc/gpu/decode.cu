@@ -31,7 +31,7 @@ PA_DEVICE float merge_output(float so_far, const MergeFactors<float>& factors, f
 }
 
 template <typename T, int kHeadSize>
-PA_KERNEL(DecodePolicy<kHeadSize>::kThreads, kDecodeBlocks)
+PA_KERNEL((DecodePolicy<T, kHeadSize>::kThreads), (DecodePolicy<T, kHeadSize>::kBlocks))
 decode_kernel(const DecodeLaunch launch) {
   const DecodeParams& params = launch.params;
   const bool output_in_shared = !launch.split && !launch.running;
@@ -78,7 +78,7 @@ decode_kernel(const DecodeLaunch launch) {
     }
     platform::block_barrier();
     if (!walk.ends_row()) continue;
-    for (int64_t i = thread; i < agent.heads() * params.value_size; i += DecodePolicy<kHeadSize>::kThreads) {
+    for (int64_t i = thread; i < agent.heads() * params.value_size; i += DecodePolicy<T, kHeadSize>::kThreads) {
       const int h = int(i / params.value_size);
       const int64_t dim = i % params.value_size;
       SoftmaxState<float> state = so_far[h];
@@ -222,7 +222,7 @@ template <typename T, int kHeadSize>
 void launch_decode(const DecodeLaunch& launch, const Queue& queue) {
   const DecodeShared shared(launch, kHeadSize == 0, !launch.split && !launch.running);
   const auto kernel = decode_kernel<T, kHeadSize>;
-  LaunchShape shape{0, DecodePolicy<kHeadSize>::kThreads, shared.bytes};
+  LaunchShape shape{0, DecodePolicy<T, kHeadSize>::kThreads, shared.bytes};
   shape.blocks = launch.split ? v2_blocks(launch, kernel, shape) : v1_blocks(launch);
   platform::launch(launch.split ? "paged_attention_v2" : "paged_attention_v1", kernel, shape, queue.stream, launch);
 }

@@ -50,7 +50,7 @@ struct DecodeShared {
 
 template <typename T, int kHeadSize>
 class DecodeAgent {
-  using Policy = DecodePolicy<kHeadSize>;
+  using Policy = DecodePolicy<T, kHeadSize>;
   static constexpr int kWarpLanes = platform::kWarpLanes;
   static constexpr int kThreads = Policy::kThreads;
   static constexpr int kSlots = Policy::kSlots;
@@ -58,8 +58,6 @@ class DecodeAgent {
   static constexpr int kGroup = kPacketElements<T, 16>;    // x, dims of K that lie together
   static constexpr int kTeam = 16 / platform::kLoadBytes;  // lanes that share a token's groups
   static constexpr int kTokens = int(kPartitionTokens);
-  // Loads of K in flight per lane; more of them need registers that fewer blocks on the card would pay for.
-  static constexpr int kUnrolledGroups = kPacket == 8 ? 4 : kPacket == 16 ? 1 : 2;
 
  public:
   PA_DEVICE DecodeAgent(const DecodeLaunch& launch, const DecodeShared& shared)
@@ -243,7 +241,7 @@ class DecodeAgent {
     const T* key = static_cast<const T*>(cache.data) + cache.offset(at.block, kv_head_) + at.token * cache.token_stride;
     const int lane = thread_ % kTeam * kPacket;
     const int groups = kHeadSize ? kHeadSize / kGroup : int(dims / kGroup);
-#pragma unroll kUnrolledGroups
+#pragma unroll Policy::kUnrolledGroups
     for (int g = 0; g < groups; ++g) {
       float k[kPacket];
       if (kHeadSize || launch_.key_packets) {

@@ -9,7 +9,7 @@
 #include "gpu/block_bytes.h"
 #include "gpu/grid.h"
 #include "gpu/kernels.h"
-#include "gpu/status.h"
+#include "gpu/report.h"
 
 namespace paged_attn::gpu {
 namespace {

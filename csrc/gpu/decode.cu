@@ -151,9 +151,6 @@ PA_KERNEL(kReduceThreads, 1) decode_reduce(const DecodeLaunch launch) {
 
 // Head sizes compiled in, so that loops unroll; every other size takes the run-time kernel (0). With fp8 caches the conversion
 // dominates, so only the commonest. PAGED_ATTN_FEWER_SIZES: for builds that are checked rather than run.
-template <typename T>
-constexpr bool kIsFp8 = sizeof(T) == 1;
-
 template <typename T, typename F>
 void with_head_size(int64_t size, F&& f) {
   switch (size) {
@@ -163,7 +160,7 @@ void with_head_size(int64_t size, F&& f) {
     default: break;
   }
 #if !defined(PAGED_ATTN_FEWER_SIZES)
-  if constexpr (!kIsFp8<T>) {
+  if constexpr (sizeof(T) > 1) {
     switch (size) {
       case 80: return f(std::integral_constant<int, 80>{});
       case 96: return f(std::integral_constant<int, 96>{});

@@ -16,9 +16,9 @@
 #include "gpu/decode_policy.h"
 #include "gpu/decode_walk.h"
 #include "gpu/packets.h"
+#include "gpu/report.h"
 #include "gpu/rows.h"
 #include "gpu/shared_layout.h"
-#include "gpu/status.h"
 
 namespace paged_attn::gpu {
 

@@ -3,9 +3,9 @@
 
 #include "gpu/grid.h"
 #include "gpu/kernels.h"
+#include "gpu/report.h"
 #include "gpu/rows.h"
 #include "gpu/shared_layout.h"
-#include "gpu/status.h"
 
 namespace paged_attn::gpu {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/params.h"
-#include "gpu/platform/platform.h"
+#include "gpu/platform/host.h"
 
 namespace paged_attn::gpu {
 

@@ -12,9 +12,9 @@
 #include "core/softmax_state.h"
 #include "gpu/packets.h"
 #include "gpu/prefix_launch.h"
+#include "gpu/report.h"
 #include "gpu/rows.h"
 #include "gpu/shared_layout.h"
-#include "gpu/status.h"
 
 namespace paged_attn::gpu {
 

@@ -1,5 +1,7 @@
 #include "gpu/status.h"
 
+#include "gpu/platform/platform.h"
+
 namespace paged_attn::gpu {
 
 // A variable of the module rather than an allocation: it exists on every device as soon as the module does, zeroed.

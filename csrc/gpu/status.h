@@ -1,9 +1,8 @@
 // The sticky error word of a device: the first wrong sequence, slot or block since it was last read. Kernels set it beside the
-// NaN rows they write (docs/contract.md, rule 5): nothing waits for it, and a caller who wants to know asks.
+// NaN rows they write (report.h; docs/contract.md, rule 5): nothing waits for it, and a caller who wants to know asks.
 #pragma once
 
 #include "core/portability.h"
-#include "gpu/platform/platform.h"
 
 namespace paged_attn::gpu {
 
@@ -24,10 +23,6 @@ struct DeviceError {
   }
   static DeviceError unpack(int word) { return {Operator(word >> kIndexBits & 15), Reason(word >> 28), word & int(kMaxIndex)}; }
 };
-
-PA_DEVICE void report(int* status, Operator op, Reason reason, int64_t index) {
-  platform::set_if_zero(status, DeviceError{op, reason, index}.pack());
-}
 
 // The word of the current device, in its memory.
 int* status_word();

@@ -4,7 +4,7 @@
 #include "gpu/grid.h"
 #include "gpu/kernels.h"
 #include "gpu/numeric.h"
-#include "gpu/status.h"
+#include "gpu/report.h"
 
 namespace paged_attn::gpu {
 namespace {

@@ -50,7 +50,8 @@ struct BFloat16Product {
   static Operand broadcast(const Element* p) {
     int32_t pair;
     memcpy(&pair, p, sizeof pair);
-    return {(__m512bh)_mm512_set1_epi32(pair)};
+    // Not set1: clang 16 crashes on it here (VectorCombine, without end).
+    return {(__m512bh)_mm512_broadcastd_epi32(_mm_cvtsi32_si128(pair))};
   }
   static Operand load(const Element* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
   static Vec multiply_add(Operand a, Operand b, Vec sum) { return Vec(_mm512_dpbf16_ps(sum.v, a.v, b.v)); }

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "gpu/platform/device.h"
-#include "gpu/platform/runtime.h"
+#include "gpu/platform/launch.h"
 
 namespace paged_attn::gpu::platform {
 
